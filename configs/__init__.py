@@ -4,6 +4,7 @@ This package needs the standard library only.
 """
 
 from .errors import ConfigError
+from .huggingface import from_hf_config
 from .mla_config import MLAConfig
 from .presets import (
     PRESETS,
@@ -25,6 +26,7 @@ __all__ = [
     "deepseek_v2_lite",
     "deepseek_v3",
     "deepseek_v32",
+    "from_hf_config",
     "get_preset",
     "glm5",
     "kimi_k2",

@@ -13,7 +13,7 @@ _T = TypeVar("_T")
 
 
 def _checked_keywords(cls: type[_T]) -> type[_T]:
-    """Make a dataclass refuse unknown keywords, then missing ones, with a :class:`ConfigError` instead of a TypeError."""
+    """Make a dataclass raise :class:`ConfigError` for unknown keywords, then for missing ones, not a TypeError."""
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     known = [field.name for field in fields]
     required = [field.name for field in fields if field.default is dataclasses.MISSING]
@@ -24,7 +24,7 @@ def _checked_keywords(cls: type[_T]) -> type[_T]:
         refuse_unknown_fields(cls.__name__, given, known)
         missing = [name for name in required if name not in given]
         if missing and not args:
-            raise ConfigError(f"{cls.__name__} needs {', '.join(missing)}: not given, allowed is a positive int")
+            raise ConfigError(f"{' and '.join(missing)} must be given to {cls.__name__} (a positive int), got nothing")
         generated(self, *args, **given)
 
     cls.__init__ = __init__  # type: ignore[method-assign]

@@ -48,7 +48,7 @@ def _is_positive_int(value: object) -> bool:
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def _real(test: Callable[[float], bool]) -> Callable[[object], bool]:
