@@ -1,0 +1,53 @@
+"""The README's promises, and no path of anyone's machine in the repository."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+# an absolute path into somebody's own folders
+MACHINE_PATH = re.compile(r"(^|[^A-Za-z0-9_.])/(home|root|tmp|opt|work|Users)/[A-Za-z0-9_.]", re.MULTILINE)
+
+
+def test_the_two_commands_come_first():
+    commands = re.findall(r"^pip install .*&& .*$", README, re.MULTILINE)
+    assert commands[:2] == [
+        "pip install -e . && python examples/train_step.py",
+        'pip install -e ".[test]" && pytest',
+    ]
+
+
+def test_readme_is_short():
+    assert len(README.splitlines()) < 150
+
+
+def test_readme_usage_runs(tmp_path):
+    """The first Python block runs as it stands, on a CPU."""
+    (code, *_) = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+    exec(compile(code, "README.md", "exec"), {})
+
+
+def test_readme_names_what_exists():
+    for path in re.findall(r"`((?:examples|benchmarks|tests|mla_attention|configs|fusions)/[\w/.]*)`", README):
+        assert (ROOT / path).exists(), path
+
+
+def tracked_files() -> list[str]:
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    return [name for name in listed.stdout.split("\0") if name]
+
+
+def test_no_machine_paths():
+    found = []
+    for name in tracked_files():
+        try:
+            text = (ROOT / name).read_text()
+        except (UnicodeDecodeError, FileNotFoundError):  # a picture, or deleted in this working tree
+            continue
+        found += [f"{name}: {match.group().strip()}" for match in MACHINE_PATH.finditer(text)]
+    assert found == []

@@ -1,0 +1,87 @@
+"""Who may import whom: configs <- mla_attention -> fusions; kernels without references; optional packages lazily."""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OPTIONAL = {"transformers", "transformer_engine", "megatron", "matplotlib", "tensorboard"}
+FILES = sorted(path for folder in ("configs", "fusions", "mla_attention") for path in (ROOT / folder).rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    """Dotted name after an install; a package's own name for its __init__."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "mla_attention" else ("mla_attention", *parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path, *, top_level: bool = False) -> Iterator[str]:
+    """Absolute names of what a file imports; with `top_level` only what importing the file imports."""
+    tree = ast.parse(path.read_text())
+    package = module_name(path) if path.name == "__init__.py" else module_name(path).rpartition(".")[0]
+    nodes = top_level_nodes(tree) if top_level else ast.walk(tree)
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level else ""
+            origin = ".".join(part for part in (base, node.module) if part)
+            yield from (f"{origin}.{alias.name}" for alias in node.names)
+
+
+def top_level_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """Statements run at import: not those inside functions, nor under `if TYPE_CHECKING`."""
+    for node in ast.iter_child_nodes(tree):
+        lazy = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        typing_only = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        if not lazy and not typing_only:
+            yield node
+            yield from top_level_nodes(node)
+
+
+def under(name: str, package: str) -> bool:
+    return name == package or name.startswith(package + ".")
+
+
+def in_folder(folder: str) -> list[Path]:
+    return [path for path in FILES if path.relative_to(ROOT).parts[0] == folder]
+
+
+def refused(paths: list[Path], allowed: set[str]) -> list[str]:
+    allowed = allowed | sys.stdlib_module_names
+    return [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path in paths
+        for name in imports(path)
+        if not any(under(name, package) for package in allowed)
+    ]
+
+
+def test_configs_import_only_themselves():
+    assert refused(in_folder("configs"), {"mla_attention.configs", "torch"}) == []
+    modules = [name for path in in_folder("configs") for name in imports(path) if under(name, "torch.nn")]
+    assert modules == []
+
+
+def test_fusions_import_only_themselves():
+    assert refused(in_folder("fusions"), {"mla_attention.fusions", "torch", "triton", "einops"}) == []
+
+
+def test_kernels_never_import_their_reference():
+    kernels = [path for path in in_folder("fusions") if "reference" not in path.stem and path.name != "__init__.py"]
+    assert [f"{path.name} imports {name}" for path in kernels for name in imports(path) if "reference" in name] == []
+
+
+def test_the_module_never_imports_parallelism():
+    paths = [path for path in in_folder("mla_attention") if "parallel" not in path.parts and path.name != "__init__.py"]
+    found = [(path.name, name) for path in paths for name in imports(path) if under(name, "mla_attention.parallel")]
+    assert found == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_optional_packages_are_imported_lazily(path):
+    assert OPTIONAL.isdisjoint(name.split(".")[0] for name in imports(path, top_level=True))
