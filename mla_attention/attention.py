@@ -1,0 +1,452 @@
+"""MLASelfAttention: multi-head latent attention, dense or DeepSeek-sparse.
+
+    q_latent = norm(W_dq h)                          k_pe, kv_latent = W_dkv h;  kv_latent = norm(kv_latent)
+    q        = W_uq q_latent = [q_nope | q_pe]       [k_nope | v]    = W_ukv kv_latent
+    o        = softmax([q_nope | rope(q_pe)] . [k_nope | rope(k_pe)] * scale) v
+    out      = W_o o
+
+Sources: DeepSeek-V2 (arXiv 2405.04434) and DeepSeek-V3.2 for the layer; module, parameter and argument names are
+those of Megatron-LM's MLASelfAttention.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mla_attention.communication import Communication
+from mla_attention.configs import MLAConfig
+from mla_attention.core_attention import build_core_attention
+from mla_attention.dsa.absorb import absorb_query, latent_attention, split_up_projection, up_project_value
+from mla_attention.key_value_assembly import build_assembly
+from mla_attention.latent_cache import LatentCache
+from mla_attention.layers import build_layers
+from mla_attention.logits import largest_logits
+from mla_attention.outputs import AttentionAux
+from mla_attention.packed import PackedSeqParams
+from mla_attention.qk_clip import clip_projections
+from mla_attention.recompute import with_recomputed_operands
+from mla_attention.rotary import build_rotary, softmax_scale
+from mla_attention.token_layout import TokenLayout, row_positions
+
+
+def should_use_fused_mla_rope(config: MLAConfig) -> bool:
+    """Whether a layer of this config rotates through the fused Triton kernels: `config.apply_rope_fusion`.
+
+    Every rope_type and rotary_percent that a config accepts is one that the kernels serve.
+    """
+    return config.apply_rope_fusion
+
+
+class MLASelfAttention(nn.Module):
+    """One attention layer of a DeepSeek- or GLM-5-shaped model.
+
+    Args:
+        config: dims, rope, core attention back end; `experimental_attention_variant="dsa"` adds the indexer and attends
+            sparsely where there are more keys than `dsa_indexer_topk`.
+        layer_number: 1-based, for messages and Megatron-LM's naming.
+        backend: "torch" or "te" (Transformer Engine) linear and norm layers.
+        tp_group, cp_group: process groups; the module then holds this rank's share of the heads, as Megatron-LM's does.
+            `mla_attention.parallelize` is the other way to the same module.
+        device, dtype: of the parameters; torch's defaults where None.
+
+    Raises:
+        ValueError: for an unknown back end, or heads that the tensor-parallel group does not divide.
+
+    Example:
+        >>> layer = MLASelfAttention(tiny())
+        >>> output, bias = layer(torch.randn(16, 2, layer.config.hidden_size))     # [S, B, H]
+    """
+
+    def __init__(
+        self,
+        config: MLAConfig,
+        layer_number: int = 1,
+        *,
+        backend: str = "torch",
+        tp_group: torch.distributed.ProcessGroup | None = None,
+        cp_group: torch.distributed.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_number = layer_number
+        self.backend = backend
+        self.comm = Communication.of_groups(tp_group, cp_group)
+        self.num_heads = self.comm.heads_of_rank(config.num_attention_heads)  # n, of this rank
+        self.softmax_scale = softmax_scale(config)
+        self.rotary = build_rotary(config)
+        self.assemble = build_assembly(config)
+
+        layers = build_layers(backend, device, dtype)
+        q_width = self.num_heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
+        kv_width = self.num_heads * (config.qk_head_dim + config.v_head_dim)
+        std, eps = config.init_method_std, config.layernorm_epsilon
+        if config.q_lora_rank is None:
+            self.linear_q_proj = layers.linear(config.hidden_size, q_width, init_std=std)
+        else:
+            self.linear_q_down_proj = layers.linear(config.hidden_size, config.q_lora_rank, init_std=std)
+            self.q_layernorm = layers.rms_norm(config.q_lora_rank, eps)
+            self.linear_q_up_proj = layers.linear(config.q_lora_rank, q_width, init_std=std)
+        self.linear_kv_down_proj = layers.linear(
+            config.hidden_size, config.kv_lora_rank + config.qk_pos_emb_head_dim, init_std=std
+        )
+        self.kv_layernorm = layers.rms_norm(config.kv_lora_rank, eps)
+        self.linear_kv_up_proj = layers.linear(config.kv_lora_rank, kv_width, init_std=std)
+        self.linear_proj = layers.linear(
+            self.num_heads * config.v_head_dim,
+            config.hidden_size,
+            bias=config.add_bias_linear,
+            init_std=std / math.sqrt(2 * config.num_layers),
+        )
+        self.core_attention: nn.Module = build_core_attention(config, self.softmax_scale)
+        if config.experimental_attention_variant == "dsa":
+            from mla_attention.dsa.sparse_attention import SparseAttention
+
+            self.core_attention = SparseAttention(config, self.softmax_scale, dense=self.core_attention, layers=layers)
+        if device is not None and torch.device(device).type == "cuda":
+            self.core_attention.check(torch.device(device), packed=False)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        position_ids: Tensor | None = None,
+        topk_indices: Tensor | None = None,
+        cache: LatentCache | None = None,
+        return_aux: bool = False,
+    ) -> tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor | None, AttentionAux]:
+        """Attention of each token over itself and the tokens before it in its sequence.
+
+        Args:
+            hidden_states: `[S, B, H]`, packed `[T, 1, H]`; the sequence axis is this rank's share under sequence or
+                context parallelism.
+            attention_mask: bool broadcastable to `[B, 1, S, S]`, True = masked, combined with causality.
+            packed_seq_params: offsets of packed sequences; rows that hold no token give exact zeros.
+            position_ids: integers `[S]`, `[B, S]`, packed `[T]`; they change the rotation only, never causality. On a
+                GPU their largest value is read once on the host.
+            topk_indices: int32 or int64 `[B, S, k]`, packed `[1, T, k]`: keys that each query attends to, -1 in unused
+                slots (dsa only; the layer's own indexer is then not asked).
+            cache: past tokens; the new ones are appended. Entries are detached.
+            return_aux: also return an `AttentionAux`. The indexer loss is then returned, not attached to the output.
+
+        Returns:
+            (output `[S, B, H]`, bias `[H]` or None[, aux]). The bias is not added to the output.
+
+        Raises:
+            ValueError: naming the argument, what was given and what is allowed.
+        """
+        tokens = self._token_layout(hidden_states, attention_mask, packed_seq_params, position_ids, cache)
+        hidden = self._enter(hidden_states, tokens)
+        q_latent, kv_latent, k_pe = self._project_down(hidden)
+        if self.config.experimental_attention_variant == "dsa":
+            context, aux = self._attend_sparse(
+                hidden, q_latent, kv_latent, k_pe, tokens, topk_indices, cache, return_aux
+            )
+        else:
+            refuse_topk_indices(topk_indices)
+            context, aux = self._attend_dense(q_latent, kv_latent, k_pe, tokens, cache, return_aux)
+        output = self._leave(self.linear_proj(context.flatten(-2)), hidden_states, tokens)
+        bias = self.linear_proj.local_bias()
+        return (output, bias, aux) if return_aux else (output, bias)
+
+    def get_query_key_value_tensors(
+        self,
+        hidden_states: Tensor,
+        *,
+        packed_seq_params: PackedSeqParams | None = None,
+        position_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+        """What core attention is given.
+
+        Returns:
+            query, key `[S, B, n, Dn+Dr]` (packed `[T, n, Dn+Dr]`), value `[S, B, n, Dv]`, and the normed latents
+            q_compressed `[S, B, Rq]` (None without q_lora_rank) and kv_compressed `[S, B, Rkv]`. For dsa query
+            `[S, B, n, Rkv+Dr]` and key `[S, B, 1, Rkv+Dr]` are the absorbed ones and value is None.
+        """
+        tokens = self._token_layout(hidden_states, None, packed_seq_params, position_ids, None)
+        q_latent, kv_latent, k_pe = self._project_down(self._enter(hidden_states, tokens))
+        q_compressed = None if self.config.q_lora_rank is None else q_latent
+        if self.config.experimental_attention_variant == "dsa":
+            return (*self._absorb(q_latent, kv_latent, k_pe, tokens), None, q_compressed, kv_latent)
+        return (*self._expand(q_latent, kv_latent, k_pe, tokens), q_compressed, kv_latent)
+
+    @torch.no_grad()
+    def clip_qk(self, max_logits: Tensor, threshold: float | None = None, alpha: float | None = None) -> None:
+        """Scale the projections of each head whose largest logit passed the threshold back to it (MuonClip).
+
+        eta = min(threshold/max_logit, 1) multiplies the head's logits: eta^alpha on its q nope rows, eta on its q rope
+        rows, eta^(1-alpha) on its k rows.
+
+        Args:
+            max_logits: fp `[n]` of this rank's heads, reduced over data and context parallel ranks by the caller.
+            threshold, alpha: `config.qk_clip_threshold` and `config.qk_clip_alpha` where None.
+
+        Source: Kimi K2 technical report (arXiv 2507.20534), section 2.1.
+        """
+        up_proj = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
+        clip_projections(self.config, up_proj, self.linear_kv_up_proj, max_logits, self.num_heads, threshold, alpha)
+
+    # --- the steps of the forward, in order ---
+
+    def _project_down(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Normed latents `[.., Rq]`, `[.., Rkv]` and the shared rotary key `[.., Dr]`; without q_lora_rank the query's
+        latent is the hidden state."""
+        config = self.config
+        if config.q_lora_rank is None:
+            q_latent, kv = hidden, self.linear_kv_down_proj(hidden)
+        elif config.mla_down_proj_fusion:
+            weight = torch.cat([self.linear_q_down_proj.local_weight(), self.linear_kv_down_proj.local_weight()])
+            q_latent, kv = F.linear(hidden, weight).split(
+                [config.q_lora_rank, weight.shape[0] - config.q_lora_rank], -1
+            )
+        else:
+            q_latent, kv = self.linear_q_down_proj(hidden), self.linear_kv_down_proj(hidden)
+        if config.q_lora_rank is not None:
+            q_latent = self.q_layernorm(q_latent)
+        kv_latent, k_pe = kv.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        return self.comm.to_heads(q_latent, self.kv_layernorm(kv_latent), k_pe)
+
+    def _attend_dense(
+        self,
+        q_latent: Tensor,
+        kv_latent: Tensor,
+        k_pe: Tensor,
+        tokens: TokenLayout,
+        cache: LatentCache | None,
+        return_aux: bool,
+    ) -> tuple[Tensor, AttentionAux]:
+        if cache is not None:
+            return self._attend_cached(q_latent, kv_latent, k_pe, tokens, cache), AttentionAux()
+        largest: list[Tensor] = []
+
+        def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            if return_aux and self.config.qk_clip:
+                largest.append(largest_logits(query, key, self.softmax_scale, tokens))
+            return self.core_attention(query, key, value, tokens)
+
+        context = self._with_expanded(core, q_latent, kv_latent, k_pe, tokens)
+        return context, AttentionAux(max_attention_logits=largest[0] if largest else None)
+
+    def _attend_sparse(
+        self,
+        hidden: Tensor,
+        q_latent: Tensor,
+        kv_latent: Tensor,
+        k_pe: Tensor,
+        tokens: TokenLayout,
+        topk_indices: Tensor | None,
+        cache: LatentCache | None,
+        return_aux: bool,
+    ) -> tuple[Tensor, AttentionAux]:
+        return self.core_attention(
+            hidden,
+            q_latent,
+            tokens,
+            absorbed=lambda: self._absorb(q_latent, kv_latent, k_pe, tokens),
+            dense=lambda core: self._with_expanded(core, q_latent, kv_latent, k_pe, tokens),
+            value_up=self._up_projections()[1],
+            topk_indices=topk_indices,
+            cache=cache,
+            return_aux=return_aux,
+        )
+
+    def _attend_cached(
+        self, q_latent: Tensor, kv_latent: Tensor, k_pe: Tensor, tokens: TokenLayout, cache: LatentCache
+    ) -> Tensor:
+        query, key = self._absorb(q_latent, kv_latent, k_pe, tokens)
+        first = cache.length
+        cache.append(key.squeeze(-2))
+        if first == 0:  # nothing cached yet: the expanded form is cheaper, and its keys are all at hand
+            return self._with_expanded(
+                lambda q, k, v: self.core_attention(q, k, v, tokens), q_latent, kv_latent, k_pe, tokens
+            )
+        latent = latent_attention(
+            query, cache.keys[: cache.length], first, self.softmax_scale, self.config.kv_lora_rank
+        )
+        return up_project_value(latent, self._up_projections()[1])
+
+    def _with_expanded(
+        self, core: Callable[..., Tensor], q_latent: Tensor, kv_latent: Tensor, k_pe: Tensor, tokens: TokenLayout
+    ) -> Tensor:
+        """`core(query, key, value)`, the operands recomputed in backward where the config says so."""
+        if not self.config.recompute_up_proj:
+            return core(*self._expand(q_latent, kv_latent, k_pe, tokens))
+        q_up = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
+        return with_recomputed_operands(
+            lambda *latents: self._expand(*latents, tokens),
+            core,
+            (q_latent, kv_latent, k_pe),
+            (*q_up.parameters(), *self.linear_kv_up_proj.parameters()),
+        )
+
+    def _expand(
+        self, q_latent: Tensor, kv_latent: Tensor, k_pe: Tensor, tokens: TokenLayout
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated query and key `[.., n, Dn+Dr]` and value `[.., n, Dv]`."""
+        query = self._rotate_query(self._query(q_latent), tokens)
+        key, value = self.assemble(kv_latent, k_pe, self.linear_kv_up_proj, tokens)
+        return query, key, value
+
+    def _absorb(self, q_latent: Tensor, kv_latent: Tensor, k_pe: Tensor, tokens: TokenLayout) -> tuple[Tensor, Tensor]:
+        """Absorbed query `[.., n, Rkv+Dr]` and key `[.., 1, Rkv+Dr]`, rotated."""
+        q_nope, q_pe = self._query(q_latent).split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
+        rope = self.assemble.rope
+        where = (tokens.cos, tokens.sin, tokens.cu_seqlens)
+        query = rope.fused_mla_rope_concat(
+            absorb_query(q_nope, self._up_projections()[0]), q_pe, *where, **tokens.rope_arguments()
+        )
+        key = rope.fused_mla_rope_concat(kv_latent.unsqueeze(-2), k_pe.unsqueeze(-2), *where, **tokens.rope_arguments())
+        return query, key
+
+    def _query(self, q_latent: Tensor) -> Tensor:
+        """Query `[.., n, Dn+Dr]`, not yet rotated."""
+        up_proj = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
+        query = up_proj(q_latent)
+        return query.view(*query.shape[:-1], self.num_heads, -1)
+
+    def _rotate_query(self, query: Tensor, tokens: TokenLayout) -> Tensor:
+        """Rotated query, in the projection's own memory unless a forward hook may have kept that."""
+        up_proj = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
+        rope = self.assemble.rope
+        rotate = rope.fused_mla_rope_out_of_place if up_proj._forward_hooks else rope.fused_apply_mla_rope_for_q
+        return rotate(
+            query,
+            tokens.cos,
+            tokens.sin,
+            self.config.qk_head_dim,
+            self.config.qk_pos_emb_head_dim,
+            tokens.cu_seqlens,
+            **tokens.rope_arguments(),
+        )
+
+    def _up_projections(self) -> tuple[Tensor, Tensor]:
+        """k_up `[n, Dn, Rkv]` and v_up `[n, Dv, Rkv]`."""
+        return split_up_projection(
+            self.linear_kv_up_proj.local_weight(), self.config.qk_head_dim, self.config.v_head_dim
+        )
+
+    # --- the way in and out ---
+
+    def _token_layout(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        packed: PackedSeqParams | None,
+        position_ids: Tensor | None,
+        cache: LatentCache | None,
+    ) -> TokenLayout:
+        self._check_hidden(hidden_states)
+        device, batch = hidden_states.device, hidden_states.shape[1]
+        rows = self.comm.rows_after_gather(hidden_states.shape[0])
+        key_rows, cp_size = rows * self.comm.cp_size, self.comm.cp_size
+        first = 0
+        if cache is not None:
+            cache.check(rows, batch)
+            first = cache.length
+        check_combination(attention_mask, packed, cache, self.config, batch, rows, cp_size)
+        if packed is not None:
+            packed.check_rows(key_rows, device)
+        self.core_attention.check(device, packed=packed is not None)
+
+        positions = None
+        length = packed.longest_rows if packed is not None else first + key_rows
+        if position_ids is not None:
+            positions = row_positions(position_ids, rows, batch, packed is not None)
+            length = max(length, int(positions.max()) + 1 if positions.numel() else 0)
+        elif first:
+            positions = torch.arange(first, first + rows, device=device)
+        uncut = packed is not None or positions is not None
+        cos, sin = self.rotary.cos_sin(length, device=device, cp_rank=self.comm.cp_rank, cp_size=cp_size, packed=uncut)
+        return TokenLayout(
+            1 if packed is not None else batch,
+            rows,
+            cos,
+            sin,
+            packed,
+            positions,
+            attention_mask,
+            self.comm.cp_rank,
+            cp_size,
+        )
+
+    def _check_hidden(self, hidden_states: Tensor) -> None:
+        width, dtype = self.config.hidden_size, self.linear_kv_down_proj.weight.dtype
+        if hidden_states.dim() != 3 or hidden_states.shape[-1] != width:
+            raise ValueError(
+                f"hidden_states: given shape {list(hidden_states.shape)}, "
+                f"allowed is [S, B, {width}] (packed [T, 1, {width}])"
+            )
+        autocast = torch.is_autocast_enabled(hidden_states.device.type)
+        if not hidden_states.is_floating_point() or (hidden_states.dtype != dtype and not autocast):
+            raise ValueError(f"hidden_states: given dtype {hidden_states.dtype}, allowed is the parameters' {dtype}")
+
+    def _enter(self, hidden_states: Tensor, tokens: TokenLayout) -> Tensor:
+        """Hidden states `[S, B, H]` or `[T, H]`, zero where a row holds no token."""
+        hidden = hidden_states if tokens.packed is None else hidden_states.squeeze(1)
+        return tokens.without_padding(hidden)
+
+    def _leave(self, output: Tensor, hidden_states: Tensor, tokens: TokenLayout) -> Tensor:
+        return tokens.without_padding(self.comm.from_heads(output)).view(hidden_states.shape)
+
+    def extra_repr(self) -> str:
+        rope = "fused" if should_use_fused_mla_rope(self.config) else "unfused"
+        return (
+            f"layer_number={self.layer_number}, heads={self.num_heads}, backend={self.backend}, "
+            f"core_attention={self.config.core_attention_backend}, rope={self.config.rope_type} ({rope}), "
+            f"kv_assembly={self.assemble.name}, softmax_scale={self.softmax_scale:.6f}"
+        )
+
+
+def refuse_topk_indices(topk_indices: Tensor | None) -> None:
+    """A dense layer never ignores indices: it refuses them."""
+    if topk_indices is not None:
+        raise ValueError("topk_indices: given to a dense layer; allowed with experimental_attention_variant='dsa'")
+
+
+def check_combination(
+    attention_mask: Tensor | None,
+    packed: PackedSeqParams | None,
+    cache: LatentCache | None,
+    config: MLAConfig,
+    batch: int,
+    rows: int,
+    cp_size: int,
+) -> None:
+    """Refuse arguments that exclude each other, and masks that do not fit.
+
+    Raises:
+        ValueError: naming the argument, what was given and what is allowed.
+    """
+    if packed is not None and batch != 1:
+        raise ValueError(
+            f"hidden_states: given batch size {batch} with packed_seq_params, allowed is [T, 1, {config.hidden_size}]"
+        )
+    if cache is not None and (packed is not None or cp_size > 1):
+        raise ValueError(
+            "cache: given with packed_seq_params or context parallelism; allowed is an [S, B] batch on one context rank"
+        )
+    if attention_mask is None:
+        return
+    others = {"packed_seq_params": packed is not None, "cache": cache is not None, "context parallelism": cp_size > 1}
+    others["dsa"] = config.experimental_attention_variant == "dsa"
+    for name, given in others.items():
+        if given:
+            raise ValueError(f"attention_mask: given together with {name}, allowed is None")
+    if attention_mask.dtype != torch.bool:
+        raise ValueError(f"attention_mask: given dtype {attention_mask.dtype}, allowed is torch.bool (True = masked)")
+    target = (batch, 1, rows, rows)
+    fits = attention_mask.dim() <= 4 and all(
+        m in (1, t) for m, t in zip(attention_mask.shape[::-1], target[::-1], strict=False)
+    )
+    if not fits:
+        raise ValueError(
+            f"attention_mask: given shape {list(attention_mask.shape)}, allowed is broadcastable to {list(target)}"
+        )

@@ -1,0 +1,79 @@
+"""Which core attention back end serves a layer.
+
+`"auto"` chooses by a written rule from the device and the layout, never by timing:
+
+| device | `[S, B]` | packed |
+|---|---|---|
+| CUDA | sdpa (cuDNN first) | sdpa where the lengths are known and long, else varlen, else flex |
+| others | sdpa | sdpa where the lengths are known, else reference |
+
+Packed sequences go through sdpa one by one, so the host must know their lengths (`PackedSeqParams(validate=True)`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mla_attention.configs import ConfigError, MLAConfig
+from mla_attention.core_attention.eager import EagerAttention
+from mla_attention.core_attention.flex import FlexAttention
+from mla_attention.core_attention.interface import CoreAttention
+from mla_attention.core_attention.sdpa import SDPAttention
+from mla_attention.core_attention.varlen import VarlenAttention
+from mla_attention.token_layout import TokenLayout
+
+_LONG_SEQUENCE = 1024  # mean rows from which one cuDNN call for each sequence beats one flash call for all
+
+_CLASSES: dict[str, type[CoreAttention]] = {
+    "sdpa": SDPAttention,
+    "varlen": VarlenAttention,
+    "flex": FlexAttention,
+    "reference": EagerAttention,
+}
+BACKENDS = ("auto", *_CLASSES)
+
+
+class AutoAttention(CoreAttention):
+    """Serves each forward with the back end that the rule above names for its device and layout."""
+
+    name = "auto"
+
+    def __init__(self, qk_dim: int, v_dim: int, scale: float, dropout: float = 0.0) -> None:
+        super().__init__(qk_dim, v_dim, scale, dropout)
+        self.choices = torch.nn.ModuleDict({name: cls(qk_dim, v_dim, scale, dropout) for name, cls in _CLASSES.items()})
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, tokens: TokenLayout) -> Tensor:
+        return self.choices[self.choice(query.device, tokens)](query, key, value, tokens)
+
+    def choice(self, device: torch.device, tokens: TokenLayout) -> str:
+        """Name of the back end for this device and layout."""
+        packed = tokens.packed
+        if packed is None:
+            return "sdpa"
+        known = packed.host_offsets is not None
+        if device.type != "cuda":
+            return "sdpa" if known else "reference"
+        if known and packed.host_offsets[-1] >= _LONG_SEQUENCE * max(packed.num_sequences, 1):
+            return "sdpa"
+        if self.choices["varlen"].refusal(device, packed=True) is None:
+            return "varlen"
+        return "sdpa" if known else "flex"
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, [S, B]: sdpa, packed: sdpa or varlen"
+
+
+def build_core_attention(config: MLAConfig, scale: float) -> CoreAttention:
+    """The core attention that a config asks for.
+
+    Raises:
+        ConfigError: if `core_attention_backend` names no back end.
+    """
+    dims = (config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim, scale, config.attention_dropout)
+    name = config.core_attention_backend
+    if name == "auto":
+        return AutoAttention(*dims)
+    if name in _CLASSES:
+        return _CLASSES[name](*dims)
+    raise ConfigError(f"core_attention_backend: given {name!r}, allowed are {', '.join(BACKENDS)}")

@@ -1,0 +1,68 @@
+"""Core attention through torch.nn.functional.scaled_dot_product_attention.
+
+On a GPU the kernels are tried in the order cuDNN, flash, memory-efficient, math. V may be a strided view: cuDNN reads
+it where it lies. Packed sequences are attended one after the other, from the lengths that the host knows.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from mla_attention.core_attention.eager import causal_mask
+from mla_attention.core_attention.interface import CoreAttention, by_sequence, row_lengths
+from mla_attention.token_layout import TokenLayout
+
+_ORDER = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+
+
+class SDPAttention(CoreAttention):
+    """scaled_dot_product_attention on `[B, n, S, D]` views."""
+
+    name = "sdpa"
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, tokens: TokenLayout) -> Tensor:
+        if query.shape[0] == 0:
+            return value
+        with sdpa_kernel(_ORDER, set_priority=True) if query.is_cuda else nullcontext():
+            if tokens.packed is None:
+                return self._attend(query, key, value, tokens.attention_mask)
+            lengths = row_lengths(tokens.packed, tokens.rows)
+            if lengths is None:
+                raise ValueError(
+                    "packed_seq_params: built with validate=False, but core_attention_backend 'sdpa' needs the lengths "
+                    "on the host; allowed are validate=True, or the backends 'varlen', 'flex' and 'reference'"
+                )
+            return by_sequence(query, key, value, lengths, self._attend_sequence)
+
+    def _attend_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self._attend(query[:, None], key[:, None], value[:, None], None)[:, 0]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
+        query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [B, n, S, D]
+        allowed = none_left = None
+        if attention_mask is not None:
+            masked = attention_mask | causal_mask(query.shape[2], query.device)
+            none_left = masked.all(-1, keepdim=True)
+            allowed = ~masked | none_left  # a row with no key attends to all, and is zeroed below: never NaN
+        output = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=allowed,
+            dropout_p=self.dropout_now,
+            is_causal=allowed is None,
+            scale=self.scale,
+        )
+        if none_left is not None:
+            output = torch.where(none_left, 0.0, output)
+        return output.permute(2, 0, 1, 3)

@@ -1,0 +1,63 @@
+"""Core attention of packed sequences through torch.nn.attention.varlen (flash attention, CUDA only).
+
+The flash kernels want equal head dims, so V is padded with zeros to Dq where Dv < Dq and the output cut back.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mla_attention.core_attention.interface import CoreAttention
+from mla_attention.token_layout import TokenLayout
+
+_LARGEST_HEAD_DIM = 256  # of the flash kernels that torch ships
+
+
+class VarlenAttention(CoreAttention):
+    """varlen_attn on `[T, n, D]`; an `[S, B]` batch is B sequences of length S."""
+
+    name = "varlen"
+
+    def refusal(self, device: torch.device, *, packed: bool) -> str | None:
+        if device.type != "cuda":
+            return "allowed are CUDA devices"
+        if max(self.qk_dim, self.v_dim) > _LARGEST_HEAD_DIM or self.v_dim > self.qk_dim:
+            return f"allowed are v dim <= qk dim <= {_LARGEST_HEAD_DIM}"
+        if self.dropout:
+            return "allowed is attention_dropout 0"
+        return None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, tokens: TokenLayout) -> Tensor:
+        if tokens.attention_mask is not None:
+            raise ValueError(
+                "attention_mask: given with core_attention_backend 'varlen'; allowed is None, or 'sdpa', 'reference'"
+            )
+        if query.shape[0] == 0:
+            return value
+        value = F.pad(value, (0, self.qk_dim - self.v_dim))
+        if tokens.packed is None:
+            rows, batch = query.shape[:2]
+            offsets = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=query.device)
+            flat = [t.transpose(0, 1).reshape(batch * rows, *t.shape[2:]) for t in (query, key, value)]
+            output = self._attend(*flat, offsets, rows).view(batch, rows, *value.shape[2:]).transpose(0, 1)
+        else:
+            output = self._attend(
+                query, key, value, tokens.packed.row_offsets.to(torch.int32), tokens.packed.longest_rows
+            )
+        return output[..., : self.v_dim]
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        # The names of the causal and scale arguments moved between torch releases.
+        names = inspect.signature(varlen_attn).parameters
+        how: dict = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
+        if "scale" in names:
+            how["scale"] = self.scale
+        else:
+            query = query * (self.scale * self.qk_dim**0.5)
+        return varlen_attn(query, key.contiguous(), value.contiguous(), offsets, offsets, longest, longest, **how)

@@ -1,0 +1,77 @@
+"""Cache of past tokens for generation: normed latent and rotated shared key, 576 channels a token for DeepSeek."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mla_attention.configs import MLAConfig
+
+
+class LatentCache:
+    """Past tokens of one layer, `[max_length, B, Rkv+Dr]` (dsa: also the indexer keys `[max_length, B, Di]`).
+
+    Entries are stored detached: gradients do not flow into tokens of earlier forwards.
+
+    Args:
+        config: the layer's config.
+        batch_size: B.
+        max_length: tokens that fit.
+        device, dtype: of the entries; those of the layer's activations.
+
+    Raises:
+        ValueError: if batch_size or max_length is not positive.
+    """
+
+    def __init__(
+        self, config: MLAConfig, batch_size: int, max_length: int, *, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        for name, value in (("batch_size", batch_size), ("max_length", max_length)):
+            if value <= 0:
+                raise ValueError(f"{name}: given {value}, allowed are integers > 0")
+        self.batch_size = batch_size
+        self.max_length = max_length
+        self.length = 0
+        width = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.keys = torch.empty(max_length, batch_size, width, device=device, dtype=dtype)
+        self.index_keys: Tensor | None = None
+        if config.experimental_attention_variant == "dsa" and not config.dsa_indexer_shared:
+            self.index_keys = torch.empty(
+                max_length, batch_size, config.dsa_indexer_head_dim, device=device, dtype=dtype
+            )
+
+    def check(self, new_rows: int, batch_size: int) -> None:
+        """Refuse a forward that this cache cannot take.
+
+        Raises:
+            ValueError: if the batch differs, or the new tokens do not fit.
+        """
+        if batch_size != self.batch_size:
+            raise ValueError(
+                f"cache: built for batch size {self.batch_size}, given hidden_states of batch size {batch_size}"
+            )
+        if self.length + new_rows > self.max_length:
+            raise ValueError(
+                f"cache: holds {self.length} tokens and is given {new_rows} more, "
+                f"allowed are {self.max_length} (max_length)"
+            )
+
+    def append(self, keys: Tensor, index_keys: Tensor | None = None) -> None:
+        """Store the keys of new tokens.
+
+        Args:
+            keys: `[S, B, Rkv+Dr]`, latent (normed) then rotated shared key.
+            index_keys: `[S, B, Di]`, rotated indexer keys, for a dsa layer that has an indexer.
+        """
+        end = self.length + keys.shape[0]
+        self.keys[self.length : end] = keys.detach()
+        if self.index_keys is not None and index_keys is not None:
+            self.index_keys[self.length : end] = index_keys.detach()
+        self.length = end
+
+    def reset(self) -> None:
+        """Forget all tokens; the memory is kept."""
+        self.length = 0
+
+    def __repr__(self) -> str:
+        return f"LatentCache(length={self.length}, max_length={self.max_length}, batch_size={self.batch_size})"

@@ -1,0 +1,147 @@
+"""Linear and norm layers on plain torch, whose weights may be DTensor shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+
+def identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class LocalParameters(nn.Module):
+    """A layer that computes with this rank's part of its parameters.
+
+    `sum_gradient` is applied to every parameter on its way into the computation: the identity on one rank, and where
+    each rank sees only some of the tokens a function whose backward sums the gradient over the ranks.
+    """
+
+    sum_gradient: Callable[[Tensor], Tensor] = staticmethod(identity)
+
+    def local(self, parameter: Tensor) -> Tensor:
+        """This rank's plain tensor of a parameter, differentiable."""
+        if isinstance(parameter, DTensor):
+            parameter = parameter.to_local()
+        return self.sum_gradient(parameter)
+
+
+class Linear(LocalParameters):
+    """y = x @ weight.T, weight `[out, in]` initialised N(0, init_std), bias (where there is one) 0.
+
+    The bias is not added: it is returned by the attention layer for the caller to fuse, as Megatron-LM does.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        init_std: float,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.init_std = init_std
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.init_std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def local_weight(self) -> Tensor:
+        return self.local(self.weight)
+
+    def local_bias(self) -> Tensor | None:
+        return None if self.bias is None else self.local(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.local_weight())
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
+
+class RMSNorm(LocalParameters):
+    """y = x / sqrt(mean(x^2) + eps) * weight, in fp32 at least, rounded to x's dtype."""
+
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.width = width
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (self.width,), self.local(self.weight), self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, eps={self.eps}"
+
+
+class LayerNorm(LocalParameters):
+    """y = (x - mean) / sqrt(var + eps) * weight + bias, in fp32 at least, rounded to x's dtype."""
+
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.width = width
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (self.width,), self.local(self.weight), self.local(self.bias), self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.width}, eps={self.eps}"
+
+
+class TorchLayers:
+    """Builds the layers of `backend="torch"`."""
+
+    name = "torch"
+
+    def __init__(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+        self.device = device
+        self.dtype = dtype
+
+    def linear(self, in_features: int, out_features: int, *, bias: bool = False, init_std: float) -> Linear:
+        return Linear(in_features, out_features, bias=bias, init_std=init_std, device=self.device, dtype=self.dtype)
+
+    def rms_norm(self, width: int, eps: float) -> RMSNorm:
+        return RMSNorm(width, eps, device=self.device, dtype=self.dtype)
+
+    def layer_norm(self, width: int, eps: float) -> LayerNorm:
+        return LayerNorm(width, eps, device=self.device, dtype=self.dtype)

@@ -1,0 +1,48 @@
+"""Largest attention logit of each head, for logging and for qk-clip."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mla_attention.token_layout import TokenLayout
+
+_TILE_BYTES = 2**28
+
+
+@torch.no_grad()
+def largest_logits(query: Tensor, key: Tensor, scale: float, tokens: TokenLayout) -> Tensor:
+    """max over queries and their causal keys of q.k * scale, query rows tiled so that logits stay within 256 MiB.
+
+    Args:
+        query, key: `[S, B, n, Dq]`, packed `[T, n, Dq]`.
+        scale: factor on q.k.
+        tokens: the layout; masked keys, other sequences and rows without a token do not count.
+
+    Returns:
+        fp32 `[n]` (fp64 for fp64 input); -inf where there is no token.
+    """
+    sequence = None
+    if tokens.packed is not None:
+        query, key = query.unsqueeze(1), key.unsqueeze(1)
+        sequence, _ = tokens.packed.sequence_of_row(tokens.rows)
+        keep = tokens.token_rows()
+        if keep is not None:
+            sequence = torch.where(keep, sequence, -1)
+    rows, batch, heads, _ = query.shape
+    wide = torch.promote_types(query.dtype, torch.float32)
+    key = key.to(wide)
+    row = torch.arange(rows, device=query.device)
+    tile = max(1, _TILE_BYTES // max(1, batch * heads * rows * wide.itemsize))
+    largest = torch.full((heads,), -torch.inf, dtype=wide, device=query.device)
+    for start in range(0, rows, tile):
+        here = slice(start, min(start + tile, rows))
+        logits = torch.einsum("sbnd,tbnd->bnst", query[here].to(wide), key) * scale
+        masked = row[here, None] < row
+        if sequence is not None:
+            masked = masked | (sequence[here, None] != sequence) | (sequence[here, None] < 0)
+        if tokens.attention_mask is not None:
+            mask = tokens.attention_mask
+            masked = masked | (mask[..., here, :] if mask.dim() > 1 and mask.shape[-2] > 1 else mask)
+        largest = torch.maximum(largest, logits.masked_fill(masked, -torch.inf).amax((0, 2, 3)))
+    return largest

@@ -1,0 +1,52 @@
+"""MuonClip's qk-clip on the up-projections of a layer."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from mla_attention.configs import MLAConfig
+from mla_attention.layers.torch_layers import Linear
+
+
+def clip_projections(
+    config: MLAConfig,
+    q_up: Linear,
+    kv_up: Linear,
+    max_logits: Tensor,
+    heads: int,
+    threshold: float | None = None,
+    alpha: float | None = None,
+) -> None:
+    """Multiply each head's logits by eta = min(threshold / max_logit, 1), in place, without gradients.
+
+    q nope rows *= eta^alpha, q rope rows *= eta, k rows *= eta^(1-alpha). The rope rows of the query take the whole of
+    eta, since the rotary key is shared by all heads.
+
+    Args:
+        config: dims, and the defaults of threshold and alpha.
+        q_up, kv_up: projections with rows per head [nope | rope] and [k | v].
+        max_logits: fp `[n]`.
+        heads: n.
+        threshold: largest logit wanted, > 0.
+        alpha: share of eta that the query's nope rows take, in [0, 1].
+
+    Raises:
+        ValueError: for a wrong shape, threshold or alpha.
+    """
+    threshold = config.qk_clip_threshold if threshold is None else threshold
+    alpha = config.qk_clip_alpha if alpha is None else alpha
+    if tuple(max_logits.shape) != (heads,):
+        raise ValueError(
+            f"max_logits: given shape {list(max_logits.shape)}, allowed is [{heads}], one for each head of this rank"
+        )
+    if not threshold > 0:
+        raise ValueError(f"threshold: given {threshold}, allowed are numbers > 0")
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha: given {alpha}, allowed are numbers from 0 to 1")
+    # A head with no logit above the threshold (also -inf, where it saw no token) is left alone, bit for bit.
+    eta = (threshold / max_logits.clamp(min=threshold)).to(q_up.weight.device)[:, None, None]
+    q_rows = q_up.local_weight().view(heads, config.qk_head_dim + config.qk_pos_emb_head_dim, -1)
+    k_rows = kv_up.local_weight().view(heads, config.qk_head_dim + config.v_head_dim, -1)[:, : config.qk_head_dim]
+    q_nope, q_rope = q_rows.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=1)
+    for part, factor in ((q_nope, eta**alpha), (q_rope, eta), (k_rows, eta ** (1 - alpha))):
+        part.copy_(part * factor)

@@ -1,0 +1,88 @@
+"""Outputs that a later step reads in its backward, computed again there instead of kept.
+
+`with_recomputed_operands(produce, consume, inputs, parameters)` equals `consume(*produce(*inputs))`. What `consume`
+saves of the produced tensors (core attention saves query, key and value) is not stored: the first of them that a
+backward asks for runs `produce` once more, and the graph of that run then carries the gradient on to inputs and
+parameters. `produce` runs twice in all; `consume` once. (torch.utils.checkpoint around both would run the attention
+twice as well; around `produce` alone it would keep query, key and value.)
+
+Source: the idea is Megatron-LM's CheckpointWithoutOutput; here it rests on autograd's saved-tensor hooks, so parameters
+get their gradients through autograd as usual (hooks, `torch.autograd.grad`, FSDP).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+
+def with_recomputed_operands(
+    produce: Callable[..., tuple[Tensor, ...]],
+    consume: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    parameters: Sequence[Tensor],
+) -> Tensor:
+    """`consume(*produce(*inputs))`, the produced tensors computed again in backward.
+
+    Args:
+        produce: deterministic function of the inputs and of `parameters`, which it reaches by itself.
+        consume: function of the produced tensors.
+        inputs: tensors that produce takes.
+        parameters: leaves that produce uses; they get their gradients here.
+    """
+    if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*inputs, *parameters)):
+        return consume(*produce(*inputs))
+    produced = _Produce.apply(produce, len(inputs), *inputs, *parameters)
+    node = next(t.grad_fn for t in produced if t.grad_fn is not None)
+    places = {t.untyped_storage().data_ptr(): i for i, t in enumerate(produced) if t.numel()}
+
+    def pack(tensor: Tensor) -> Tensor | tuple:
+        place = places.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+        if place is None:
+            return tensor
+        return place, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def unpack(packed: Tensor | tuple) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        place, shape, stride, offset = packed
+        with torch.no_grad():
+            return _run_again(node)[1][place].as_strided(shape, stride, offset)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        return consume(*produced)
+
+
+class _Produce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, produce, n_inputs: int, *tensors: Tensor):
+        ctx.produce = produce
+        ctx.parameters = tensors[n_inputs:]
+        ctx.wants_gradient = tuple(t.requires_grad for t in tensors[:n_inputs])
+        ctx.save_for_backward(*tensors[:n_inputs])
+        device = tensors[0].device.type
+        ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        ctx.second_run = None
+        return produce(*tensors[:n_inputs])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients: Tensor | None):
+        inputs, outputs = _run_again(ctx)
+        ctx.second_run = None  # a second backward through a retained graph runs produce anew
+        wanted = [t for t in (*inputs, *ctx.parameters) if t.requires_grad]
+        reached = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None and o.requires_grad]
+        found = iter(torch.autograd.grad([o for o, _ in reached], wanted, [g for _, g in reached], allow_unused=True))
+        return (None, None, *(next(found) if t.requires_grad else None for t in (*inputs, *ctx.parameters)))
+
+
+def _run_again(ctx: FunctionCtx) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    if ctx.second_run is None:
+        device, dtype, enabled = ctx.autocast
+        inputs = [t.detach().requires_grad_(w) for t, w in zip(ctx.saved_tensors, ctx.wants_gradient, strict=True)]
+        with torch.enable_grad(), torch.autocast(device, dtype=dtype, enabled=enabled):
+            ctx.second_run = inputs, ctx.produce(*inputs)
+    return ctx.second_run
