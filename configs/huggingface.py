@@ -171,11 +171,9 @@ def _rope_fields(source: Mapping[str, Any]) -> dict[str, object]:
 
     rope_type = rope.get("rope_type", "default")
     if rope_type == "default":
-        leftover = [key for key in _YARN_ONLY_KEYS if rope.get(key) is not None]
-        if leftover:
-            raise ConfigError(
-                f"{leftover[0]} must be absent with rope_type 'default' (only 'yarn' reads it), got {rope[leftover[0]]!r}"
-            )
+        for key in _YARN_ONLY_KEYS:
+            if key in rope:
+                raise ConfigError(f"{key} must be absent with rope_type 'default' (yarn reads it), got {rope[key]!r}")
         return {**fields, "rope_type": "rope"}
     if rope_type != "yarn":
         raise ConfigError(f"rope_type must be 'default' or 'yarn', got {rope_type!r}")

@@ -147,7 +147,7 @@ def validate(config: "MLAConfig") -> None:
     _validate_rope(config)
     if config.mla_down_proj_fusion and config.q_lora_rank is None:
         raise ConfigError(
-            "mla_down_proj_fusion=True needs q_lora_rank to be a positive int (two projections to fuse), got None"
+            "q_lora_rank must be a positive int with mla_down_proj_fusion=True (it fuses two projections), got None"
         )
     if config.experimental_attention_variant == "dsa":
         _validate_dsa(config)
