@@ -11,7 +11,7 @@ import torch
 from mla_attention.configs import PRESETS, MLAConfig, get_preset
 
 # The tiny model trains in under a minute on a CPU; a full-size layer fills a GPU, and on a CPU shows that it runs.
-TINY_DEFAULTS = {"layers": 3, "seq_len": 256, "batch_size": 8, "steps": 200}
+TINY_DEFAULTS = {"layers": 3, "seq_len": 256, "batch_size": 8, "steps": 150}
 FULL_SIZE_ON_GPU = {"layers": 1, "seq_len": 4096, "batch_size": 1, "steps": 100}
 FULL_SIZE_ON_CPU = {"layers": 1, "seq_len": 128, "batch_size": 1, "steps": 5}
 
@@ -49,7 +49,7 @@ def build_parser() -> OneLineParser:
     data.add_argument("--packed", action="store_true", help="pack documents of uneven length into one row")
 
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=_positive, help="training steps (tiny: 200, GPU: 100, CPU: 5)")
+    training.add_argument("--steps", type=_positive, help="training steps (tiny: 150, GPU: 100, CPU: 5)")
     training.add_argument("--lr", type=float, help="peak learning rate (default: 0.4 / hidden size)")
     training.add_argument(
         "--seed", type=int, default=0, help="of weights and data; the same seed gives the same losses"

@@ -21,7 +21,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from byte_text import Batch
-from mla_attention import shard_sequence_for_cp
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
@@ -55,6 +54,8 @@ class Ranks:
 
         def cut(t: Tensor) -> Tensor:
             if self.cp > 1:
+                from mla_attention import shard_sequence_for_cp
+
                 t = shard_sequence_for_cp(t, self.rank("cp"), self.cp, packed_seq_params=batch.packed)
             return t.chunk(self.tp)[self.rank("tp")].contiguous() if self.sequence_parallel else t
 

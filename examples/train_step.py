@@ -221,7 +221,7 @@ def main(argv: list[str] | None = None) -> None:
     tokens = args.seq_len * args.batch_size * ranks.dp
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     say(f"{title}: {millions:.1f}M parameters, {args.dtype}, {args.steps} steps of {tokens:,} tokens")
-    say(str(model.blocks[0].attention))
+    say(model.blocks[0].attention.extra_repr())
     start = time.perf_counter()
     losses = train(model, batches, ranks, args=args, report=report)
     seconds = time.perf_counter() - start
