@@ -22,7 +22,7 @@ from mla_attention.communication import Communication
 from mla_attention.configs import MLAConfig
 from mla_attention.core_attention import build_core_attention
 from mla_attention.dsa.absorb import absorb_query, latent_attention, split_up_projection, up_project_value
-from mla_attention.key_value_assembly import build_assembly
+from mla_attention.key_value_assembly import KeyValueAssembly
 from mla_attention.latent_cache import LatentCache
 from mla_attention.layers import build_layers
 from mla_attention.logits import largest_logits
@@ -81,7 +81,7 @@ class MLASelfAttention(nn.Module):
         self.num_heads = self.comm.heads_of_rank(config.num_attention_heads)  # n, of this rank
         self.softmax_scale = softmax_scale(config)
         self.rotary = build_rotary(config)
-        self.assemble = build_assembly(config)
+        self.assemble = KeyValueAssembly(config)
 
         layers = build_layers(backend, device, dtype)
         q_width = self.num_heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
@@ -310,7 +310,7 @@ class MLASelfAttention(nn.Module):
         """Query `[.., n, Dn+Dr]`, not yet rotated."""
         up_proj = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
         query = up_proj(q_latent)
-        return query.view(*query.shape[:-1], self.num_heads, -1)
+        return query.unflatten(-1, (self.num_heads, query.shape[-1] // self.num_heads))
 
     def _rotate_query(self, query: Tensor, tokens: TokenLayout) -> Tensor:
         """Rotated query, in the projection's own memory unless a forward hook may have kept that."""
