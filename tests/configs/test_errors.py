@@ -1,4 +1,5 @@
 import pytest
+
 from mla_attention.configs import ConfigError
 from mla_attention.configs.errors import refuse_unknown_fields
 

@@ -3,6 +3,7 @@ import math
 import warnings
 
 import pytest
+
 from mla_attention.configs import (
     ConfigError,
     MLAConfig,

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from mla_attention.configs import deepseek_v3, deepseek_v32, from_hf_config, glm5
 
+from mla_attention.configs import deepseek_v3, deepseek_v32, from_hf_config, glm5
 from mla_attention.rotary import build_rotary, softmax_scale
 
 transformers = pytest.importorskip("transformers")

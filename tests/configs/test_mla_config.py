@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from mla_attention.configs import ConfigError, MLAConfig, glm5, tiny
 
 # The public interface: names, order and defaults are fixed.

@@ -1,6 +1,7 @@
 import math
 
 import pytest
+
 from mla_attention.configs import PRESETS, ConfigError, MLAConfig, get_preset, glm5, kimi_k2, presets, tiny
 from mla_attention.configs.validation import DSA_FIELDS, YARN_FIELDS
 

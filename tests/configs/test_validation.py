@@ -2,6 +2,7 @@ import dataclasses
 import math
 
 import pytest
+
 from mla_attention.configs import ConfigError, MLAConfig, glm5, tiny
 from mla_attention.configs.validation import _FIELD_RULES, DSA_FIELDS, YARN_FIELDS, validate
 
