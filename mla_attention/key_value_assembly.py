@@ -24,6 +24,7 @@ from mla_attention.configs import MLAConfig
 from mla_attention.fusions import reference
 from mla_attention.layers.torch_layers import Linear
 from mla_attention.token_layout import TokenLayout
+from mla_attention.up_projection_gemm import up_project_gradients, up_project_into
 
 
 class KeyValueAssembly:
@@ -99,18 +100,13 @@ class _UpProjectInPlace(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, latent: Tensor, k_pe: Tensor, weight: Tensor, assembly: KeyValueAssembly, tokens: TokenLayout):
-        k_dim, emb_dim, v_dim = assembly.k_dim, assembly.emb_dim, assembly.v_dim
-        per_head = weight.view(-1, k_dim + v_dim, weight.shape[-1])  # [n, Dn+Dv, R]
-        heads, lead = per_head.shape[0], latent.shape[:-1]
-        key = latent.new_empty(*lead, heads, k_dim + emb_dim)
-        value = latent.new_empty(*lead, heads, v_dim)
-        rows = latent.reshape(-1, latent.shape[-1])
-        every_head = rows.expand(heads, *rows.shape)  # [n, T, R]
-        torch.bmm(every_head, per_head[:, :k_dim].mT, out=_heads_first(key)[..., :k_dim])
-        torch.bmm(every_head, per_head[:, k_dim:].mT, out=_heads_first(value))
-        assembly.rope.rotate_shared_key_into(
-            key, k_pe, tokens.cos, tokens.sin, tokens.cu_seqlens, **tokens.rope_arguments()
-        )
+        heads = weight.shape[0] // (assembly.k_dim + assembly.v_dim)
+        key = latent.new_empty(*latent.shape[:-1], heads, assembly.k_dim + assembly.emb_dim)
+        value = latent.new_empty(*latent.shape[:-1], heads, assembly.v_dim)
+        rows = latent.flatten(0, -2)
+        up_project_into(rows, weight, key.flatten(0, -3), value.flatten(0, -3))
+        where = (tokens.cos, tokens.sin, tokens.cu_seqlens)
+        assembly.rope.rotate_shared_key_into(key, k_pe, *where, **tokens.rope_arguments())
         ctx.save_for_backward(latent, weight)
         ctx.assembly, ctx.tokens = assembly, tokens
         return key, value
@@ -119,30 +115,10 @@ class _UpProjectInPlace(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dkey: Tensor, dvalue: Tensor):
         latent, weight = ctx.saved_tensors
-        assembly, tokens = ctx.assembly, ctx.tokens
-        k_dim, emb_dim, v_dim = assembly.k_dim, assembly.emb_dim, assembly.v_dim
-        per_head = weight.view(-1, k_dim + v_dim, weight.shape[-1])
+        tokens = ctx.tokens
         dkey, dvalue = dkey.contiguous(), dvalue.contiguous()
-        dlatent = dk_pe = dweight = None
-        if ctx.needs_input_grad[1]:
-            dk_pe = assembly.rope.shared_key_gradient(
-                dkey, tokens.cos, tokens.sin, tokens.cu_seqlens, **tokens.rope_arguments()
-            )
-        if ctx.needs_input_grad[0]:
-            # dK goes through one flat GEMM as it lies, its rope channels meeting rows of zeros.
-            key_rows = torch.nn.functional.pad(per_head[:, :k_dim], (0, 0, 0, emb_dim)).flatten(0, 1)
-            dlatent = dvalue.view(-1, dvalue.shape[-2] * v_dim) @ per_head[:, k_dim:].flatten(0, 1)
-            dlatent = torch.addmm(dlatent, dkey.view(-1, key_rows.shape[0]), key_rows).view_as(latent)
-        if ctx.needs_input_grad[2]:
-            rows = latent.reshape(-1, latent.shape[-1])
-            every_head = rows.expand(per_head.shape[0], *rows.shape)
-            dweight = torch.empty_like(per_head)
-            torch.bmm(_heads_first(dkey)[..., :k_dim].mT, every_head, out=dweight[:, :k_dim])
-            torch.bmm(_heads_first(dvalue).mT, every_head, out=dweight[:, k_dim:])
-            dweight = dweight.view_as(weight)
-        return dlatent, dk_pe, dweight, None, None
-
-
-def _heads_first(tensor: Tensor) -> Tensor:
-    """View `[.., n, D]` as `[n, T, D]`."""
-    return tensor.view(-1, *tensor.shape[-2:]).transpose(0, 1)
+        where = (tokens.cos, tokens.sin, tokens.cu_seqlens)
+        dk_pe = ctx.assembly.rope.shared_key_gradient(dkey, *where, **tokens.rope_arguments())
+        rows = latent.flatten(0, -2)
+        dlatent, dweight = up_project_gradients(rows, weight, dkey.flatten(0, -3), dvalue.flatten(0, -3))
+        return dlatent.view_as(latent), dk_pe, dweight, None, None

@@ -64,19 +64,16 @@ class PackedSeqParams:
         longest = max(self.host_lengths, default=0) if self.host_lengths is not None else None
         self.max_seqlen_q = _longest("max_seqlen_q", max_seqlen_q, longest)
         self.max_seqlen_kv = _longest("max_seqlen_kv", max_seqlen_kv, self.max_seqlen_q)
+        # Rows of the longest sequence, its padding included; max_seqlen_q where the host knows no offsets.
+        self.longest_rows = self.max_seqlen_q
+        if self.host_offsets is not None:
+            self.longest_rows = max((end - start for start, end in pairwise(self.host_offsets)), default=0)
         self._token_rows: dict[tuple, Tensor] = {}
 
     @property
     def row_offsets(self) -> Tensor:
         """Start rows of the sequences as they lie in the tensors: the padded offsets where there are any."""
         return self.cu_seqlens_q if self.cu_seqlens_q_padded is None else self.cu_seqlens_q_padded
-
-    @property
-    def longest_rows(self) -> int:
-        """Rows of the longest sequence, its padding included; `max_seqlen_q` where the host knows no offsets."""
-        if self.host_offsets is None:
-            return self.max_seqlen_q
-        return max((end - start for start, end in pairwise(self.host_offsets)), default=0)
 
     @property
     def num_sequences(self) -> int:

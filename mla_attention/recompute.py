@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 
 def with_recomputed_operands(
@@ -35,6 +36,8 @@ def with_recomputed_operands(
     """
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (*inputs, *parameters)):
         return consume(*produce(*inputs))
+    if torch.compiler.is_compiling():  # the compiler recomputes what a checkpointed region hands out, and nothing else
+        return consume(*checkpoint(produce, *inputs, use_reentrant=False))
     produced = _Produce.apply(produce, len(inputs), *inputs, *parameters)
     node = next(t.grad_fn for t in produced if t.grad_fn is not None)
     places = {t.untyped_storage().data_ptr(): i for i, t in enumerate(produced) if t.numel()}

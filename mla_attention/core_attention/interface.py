@@ -85,7 +85,7 @@ def row_lengths(packed: PackedSeqParams, rows: int) -> list[int] | None:
 
 def by_sequence(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], attend) -> Tensor:
     """`attend(q, k, v)` on each sequence of `lengths`; the last length is of rows in no sequence, which give zeros."""
-    pieces = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-    outputs = [attend(q, k, v) if q.shape[0] else v for q, k, v in list(pieces)[:-1]]
-    outputs.append(value.new_zeros(lengths[-1], *value.shape[1:]))
+    *pieces, (_, _, outside) = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
+    outputs = [attend(q, k, v) if q.shape[0] else v for q, k, v in pieces]
+    outputs.append(outside.masked_fill(torch.ones((), dtype=torch.bool, device=value.device), 0))
     return torch.cat(outputs)

@@ -225,9 +225,10 @@ def test_nan_in_padding_never_leaks(backend, validate, bias):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=name)
 
 
+@pytest.mark.parametrize("name", ["yarn", "gemm", "recompute", "fused_down", "no_q_lora", "reference"])
 @pytest.mark.parametrize("packed", [None, PackedSeqParams([0]), PackedSeqParams([0, 0])])
-def test_zero_tokens(packed):
-    layer = build(tiny())
+def test_zero_tokens(name, packed):
+    layer = build(CONFIGS[name])
     hidden = torch.zeros(0, 1, layer.config.hidden_size, dtype=torch.float64, requires_grad=True)
     output, _ = layer(hidden, packed_seq_params=packed)
     assert output.shape == hidden.shape
@@ -400,6 +401,20 @@ def test_repr_names_the_choices():
     text = repr(MLASelfAttention(tiny()))
     for word in ("core_attention=auto", "rope=yarn (unfused)", "kv_assembly=", "softmax_scale="):
         assert word in text
+
+
+@pytest.mark.parametrize("name", ["yarn", "gemm", "recompute", "no_q_lora"])
+@pytest.mark.parametrize("packing", [False, True])
+def test_compiles_without_graph_breaks(name, packing):
+    layer = build(CONFIGS[name], dtype=torch.float32)
+    hidden = torch.randn(6, 1, layer.config.hidden_size, requires_grad=True)
+    arguments = {"packed_seq_params": PackedSeqParams([0, 2, 6])} if packing else {}
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    direction = torch.randn_like(hidden)
+    plain = gradients(layer, layer(hidden, **arguments)[0], hidden, direction)
+    found = gradients(layer, compiled(hidden, **arguments)[0], hidden, direction)
+    assert_same_gradients(found, plain, tolerance=1e-5)
+    torch._dynamo.reset()
 
 
 LAYER = MLASelfAttention(tiny())
