@@ -22,6 +22,7 @@ from mla_attention.communication import Communication
 from mla_attention.configs import MLAConfig
 from mla_attention.core_attention import build_core_attention
 from mla_attention.dsa.absorb import absorb_query, latent_attention, split_up_projection, up_project_value
+from mla_attention.forward_checks import check_combination, check_hidden_states, refuse_topk_indices
 from mla_attention.key_value_assembly import KeyValueAssembly
 from mla_attention.latent_cache import LatentCache
 from mla_attention.layers import build_layers
@@ -232,7 +233,7 @@ class MLASelfAttention(nn.Module):
                 largest.append(largest_logits(query, key, self.softmax_scale, tokens))
             return self.core_attention(query, key, value, tokens)
 
-        context = self._with_expanded(core, q_latent, kv_latent, k_pe, tokens)
+        context = self._with_operands(self._expand, core, (q_latent, kv_latent, k_pe), tokens)
         return context, AttentionAux(max_attention_logits=largest[0] if largest else None)
 
     def _attend_sparse(
@@ -246,13 +247,17 @@ class MLASelfAttention(nn.Module):
         cache: LatentCache | None,
         return_aux: bool,
     ) -> tuple[Tensor, AttentionAux]:
+        latents = (q_latent, kv_latent, k_pe)
         return self.core_attention(
             hidden,
             q_latent,
             tokens,
-            absorbed=lambda: self._absorb(q_latent, kv_latent, k_pe, tokens),
-            dense=lambda core: self._with_expanded(core, q_latent, kv_latent, k_pe, tokens),
-            value_up=self._up_projections()[1],
+            expanded=lambda core: self._with_operands(self._expand, core, latents, tokens),
+            absorbed=lambda core: up_project_value(
+                self._with_operands(self._absorb, core, latents, tokens), self._up_projections()[1]
+            ),
+            absorb=lambda: self._absorb(*latents, tokens),
+            comm=self.comm,
             topk_indices=topk_indices,
             cache=cache,
             return_aux=return_aux,
@@ -265,25 +270,32 @@ class MLASelfAttention(nn.Module):
         first = cache.length
         cache.append(key.squeeze(-2))
         if first == 0:  # nothing cached yet: the expanded form is cheaper, and its keys are all at hand
-            return self._with_expanded(
-                lambda q, k, v: self.core_attention(q, k, v, tokens), q_latent, kv_latent, k_pe, tokens
+            return self._with_operands(
+                self._expand,
+                lambda q, k, v: self.core_attention(q, k, v, tokens),
+                (q_latent, kv_latent, k_pe),
+                tokens,
             )
         latent = latent_attention(
             query, cache.keys[: cache.length], first, self.softmax_scale, self.config.kv_lora_rank
         )
         return up_project_value(latent, self._up_projections()[1])
 
-    def _with_expanded(
-        self, core: Callable[..., Tensor], q_latent: Tensor, kv_latent: Tensor, k_pe: Tensor, tokens: TokenLayout
+    def _with_operands(
+        self,
+        operands: Callable[..., tuple[Tensor, ...]],
+        core: Callable[..., Tensor],
+        latents: tuple[Tensor, Tensor, Tensor],
+        tokens: TokenLayout,
     ) -> Tensor:
-        """`core(query, key, value)`, the operands recomputed in backward where the config says so."""
+        """`core(*operands(*latents, tokens))`, the operands recomputed in backward where the config says so."""
         if not self.config.recompute_up_proj:
-            return core(*self._expand(q_latent, kv_latent, k_pe, tokens))
+            return core(*operands(*latents, tokens))
         q_up = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
         return with_recomputed_operands(
-            lambda *latents: self._expand(*latents, tokens),
+            lambda *latents: operands(*latents, tokens),
             core,
-            (q_latent, kv_latent, k_pe),
+            latents,
             (*q_up.parameters(), *self.linear_kv_up_proj.parameters()),
         )
 
@@ -303,6 +315,7 @@ class MLASelfAttention(nn.Module):
         query = rope.fused_mla_rope_concat(
             absorb_query(q_nope, self._up_projections()[0]), q_pe, *where, **tokens.rope_arguments()
         )
+        kv_latent = kv_latent.to(k_pe.dtype)  # under autocast the norm answers in fp32
         key = rope.fused_mla_rope_concat(kv_latent.unsqueeze(-2), k_pe.unsqueeze(-2), *where, **tokens.rope_arguments())
         return query, key
 
@@ -343,7 +356,7 @@ class MLASelfAttention(nn.Module):
         position_ids: Tensor | None,
         cache: LatentCache | None,
     ) -> TokenLayout:
-        self._check_hidden(hidden_states)
+        check_hidden_states(hidden_states, self.config.hidden_size, self.linear_kv_down_proj.weight.dtype)
         device, batch = hidden_states.device, hidden_states.shape[1]
         rows = self.comm.rows_after_gather(hidden_states.shape[0])
         key_rows, cp_size = rows * self.comm.cp_size, self.comm.cp_size
@@ -377,17 +390,6 @@ class MLASelfAttention(nn.Module):
             cp_size,
         )
 
-    def _check_hidden(self, hidden_states: Tensor) -> None:
-        width, dtype = self.config.hidden_size, self.linear_kv_down_proj.weight.dtype
-        if hidden_states.dim() != 3 or hidden_states.shape[-1] != width:
-            raise ValueError(
-                f"hidden_states: given shape {list(hidden_states.shape)}, "
-                f"allowed is [S, B, {width}] (packed [T, 1, {width}])"
-            )
-        autocast = torch.is_autocast_enabled(hidden_states.device.type)
-        if not hidden_states.is_floating_point() or (hidden_states.dtype != dtype and not autocast):
-            raise ValueError(f"hidden_states: given dtype {hidden_states.dtype}, allowed is the parameters' {dtype}")
-
     def _enter(self, hidden_states: Tensor, tokens: TokenLayout) -> Tensor:
         """Hidden states `[S, B, H]` or `[T, H]`, zero where a row holds no token."""
         hidden = hidden_states if tokens.packed is None else hidden_states.squeeze(1)
@@ -402,51 +404,4 @@ class MLASelfAttention(nn.Module):
             f"layer_number={self.layer_number}, heads={self.num_heads}, backend={self.backend}, "
             f"core_attention={self.config.core_attention_backend}, rope={self.config.rope_type} ({rope}), "
             f"kv_assembly={self.assemble.name}, softmax_scale={self.softmax_scale:.6f}"
-        )
-
-
-def refuse_topk_indices(topk_indices: Tensor | None) -> None:
-    """A dense layer never ignores indices: it refuses them."""
-    if topk_indices is not None:
-        raise ValueError("topk_indices: given to a dense layer; allowed with experimental_attention_variant='dsa'")
-
-
-def check_combination(
-    attention_mask: Tensor | None,
-    packed: PackedSeqParams | None,
-    cache: LatentCache | None,
-    config: MLAConfig,
-    batch: int,
-    rows: int,
-    cp_size: int,
-) -> None:
-    """Refuse arguments that exclude each other, and masks that do not fit.
-
-    Raises:
-        ValueError: naming the argument, what was given and what is allowed.
-    """
-    if packed is not None and batch != 1:
-        raise ValueError(
-            f"hidden_states: given batch size {batch} with packed_seq_params, allowed is [T, 1, {config.hidden_size}]"
-        )
-    if cache is not None and (packed is not None or cp_size > 1):
-        raise ValueError(
-            "cache: given with packed_seq_params or context parallelism; allowed is an [S, B] batch on one context rank"
-        )
-    if attention_mask is None:
-        return
-    others = {"packed_seq_params": packed is not None, "cache": cache is not None, "context parallelism": cp_size > 1}
-    others["dsa"] = config.experimental_attention_variant == "dsa"
-    for name, given in others.items():
-        if given:
-            raise ValueError(f"attention_mask: given together with {name}, allowed is None")
-    if attention_mask.dtype != torch.bool:
-        raise ValueError(f"attention_mask: given dtype {attention_mask.dtype}, allowed is torch.bool (True = masked)")
-    target = (batch, 1, rows, rows)
-    fits = attention_mask.dim() <= 4 and all(
-        m in (1, t) for m, t in zip(attention_mask.shape[::-1], target[::-1], strict=False)
-    )
-    if not fits:
-        raise ValueError(
-            f"attention_mask: given shape {list(attention_mask.shape)}, allowed is broadcastable to {list(target)}"
         )

@@ -69,6 +69,10 @@ class LatentCache:
             self.index_keys[self.length : end] = index_keys.detach()
         self.length = end
 
+    def entries(self) -> tuple[Tensor, Tensor | None]:
+        """Keys `[length, B, Rkv+Dr]` and indexer keys `[length, B, Di]` (None without an indexer), as views."""
+        return self.keys[: self.length], None if self.index_keys is None else self.index_keys[: self.length]
+
     def reset(self) -> None:
         """Forget all tokens; the memory is kept."""
         self.length = 0
