@@ -1,0 +1,57 @@
+"""The indexer's loss: from divergences of rows to one scalar, and that scalar onto the output's graph.
+
+    loss = coeff * mean over rows that hold a token of KL_r          (their sum with calculate_per_token_loss)
+
+KL_r (`fusions.indexer_kl`) compares the attention that the heads really paid with the indexer's softmax; it reaches no
+parameter but the indexer's.
+
+Source: DeepSeek-V3.2, training of the indexer; attaching as Megatron-LM's DSAIndexerLossAutoScaler, its scale kept on
+the layer instead of in a global.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from mla_attention.configs import MLAConfig
+from mla_attention.token_layout import TokenLayout
+
+
+def indexer_loss(divergence: Tensor, tokens: TokenLayout, config: MLAConfig) -> Tensor:
+    """coeff * mean (or sum) of the divergences of all rows that hold a token; 0 where there is none.
+
+    Args:
+        divergence: KL of each query row, fp32 at least, `[B, S]`, packed `[1, T]`.
+        tokens: layout of the rows.
+        config: coefficient, and whether to sum.
+
+    Returns:
+        Scalar in the dtype of `divergence`.
+    """
+    keep = tokens.token_rows()
+    if keep is None:
+        total, rows = divergence.sum(), divergence.numel()
+    else:
+        total, rows = torch.where(keep, divergence, 0.0).sum(), keep.sum().clamp(min=1)
+    if config.calculate_per_token_loss:
+        return total * config.dsa_indexer_loss_coeff
+    return total * config.dsa_indexer_loss_coeff / (rows if isinstance(rows, Tensor) else max(rows, 1))
+
+
+def attach_loss(output: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:
+    """`output` itself, whose backward also sends the gradient `scale` into `loss`."""
+    return _AttachLoss.apply(output, loss, scale)
+
+
+class _AttachLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output: Tensor, loss: Tensor, scale: float) -> Tensor:
+        ctx.gradient = loss.new_full((), scale)
+        return output.view_as(output)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor):
+        return gradient, ctx.gradient, None
