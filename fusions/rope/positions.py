@@ -1,0 +1,98 @@
+"""Which table row a token uses, inside a kernel: the rules of `positions_reference.py`.
+
+A sequence is found by binary search in the global offsets. With context parallelism the local offset of entry c is
+c // cp_size, and c // cp_size <= t exactly when c < (t + 1) * cp_size, so that the search itself divides nothing.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BY_ROW = tl.constexpr(0)  # sbhd: position = token // B
+PACKED = tl.constexpr(1)  # offset within the sequence
+PACKED_ZIGZAG = tl.constexpr(2)  # the same under context parallelism
+BY_ID = tl.constexpr(3)  # position_ids[token], or [token // B] when they are per s
+
+# Arguments that grow with the batch: Triton would otherwise compile again when they are 1 or a multiple of 16.
+NOT_SPECIALIZED = ["n_tokens", "batch", "tokens_per_row", "n_sequences", "search_steps", "table_rows", "cp_rank", "cp_size"]
+
+
+@triton.jit
+def _find_sequence(o_token, p_offsets, n_sequences, search_steps, cp_size):
+    """Last sequence that starts at or before each token; n_sequences itself for rows past the end."""
+    first_not_before = (o_token.to(tl.int64) + 1) * cp_size
+    low = o_token * 0
+    high = low + n_sequences + 1
+    step = 0
+    while step < search_steps:  # (the interpreter cannot take the length of a range from an argument)
+        middle = (low + high) // 2
+        starts_before = tl.load(p_offsets + middle).to(tl.int64) < first_not_before
+        low = tl.where(starts_before, middle, low)
+        high = tl.where(starts_before, high, middle)
+        step += 1
+    return low
+
+
+@triton.jit
+def table_position(
+    o_token, m_token, tokens_per_row, p_offsets, n_sequences, search_steps, cp_rank, cp_size, p_ids, POSITIONS: tl.constexpr
+):
+    """Table row (int64) of int32 tokens, a block or a scalar; `tokens_per_row` consecutive tokens share a row."""
+    if POSITIONS == BY_ROW:
+        position = (o_token // tokens_per_row).to(tl.int64)
+    elif POSITIONS == BY_ID:
+        position = tl.load(p_ids + o_token // tokens_per_row, mask=m_token, other=0).to(tl.int64)
+    else:
+        sequence = _find_sequence(o_token, p_offsets, n_sequences, search_steps, cp_size)
+        start = tl.load(p_offsets + sequence).to(tl.int64)
+        if POSITIONS == PACKED:
+            position = o_token - start
+        else:
+            start = start // cp_size
+            end = tl.load(p_offsets + tl.minimum(sequence + 1, n_sequences)).to(tl.int64) // cp_size
+            offset = o_token - start
+            first = (end - start + 1) // 2
+            second = end - start - first
+            late = offset - first + cp_size * first + (cp_size - cp_rank - 1) * second
+            position = tl.where(offset < first, offset + cp_rank * first, late)
+        position = tl.where(sequence < n_sequences, position, 0)
+    return position
+
+
+def position_arguments(
+    token_shape: torch.Size, cu_seqlens: Tensor | None, cp_rank: int, cp_size: int, position_ids: Tensor | None
+) -> tuple[dict[str, Any], int]:
+    """Kernel arguments that say where tokens `(S, B)` or `(T,)` lie in the tables.
+
+    Returns:
+        keyword arguments of a kernel, and the rule (BY_ROW, PACKED, PACKED_ZIGZAG or BY_ID).
+    """
+    tokens_per_row = token_shape[1] if len(token_shape) == 2 else 1
+    arguments: dict[str, Any] = {
+        "tokens_per_row": tokens_per_row,
+        "p_offsets": None,
+        "n_sequences": 0,
+        "search_steps": 0,
+        "cp_rank": 0,
+        "cp_size": 1,
+        "p_ids": None,
+    }
+    if position_ids is not None:
+        arguments["p_ids"] = position_ids.contiguous()
+        if position_ids.shape[0] != token_shape[0]:
+            arguments["tokens_per_row"] = 1
+        return arguments, BY_ID.value
+    if cu_seqlens is None:
+        return arguments, BY_ROW.value
+    n_sequences = cu_seqlens.shape[0] - 1
+    arguments |= {
+        "p_offsets": cu_seqlens.contiguous(),
+        "n_sequences": n_sequences,
+        "search_steps": n_sequences.bit_length(),
+        "cp_rank": cp_rank,
+        "cp_size": cp_size,
+    }
+    return arguments, (PACKED if cp_size == 1 else PACKED_ZIGZAG).value
