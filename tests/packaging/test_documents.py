@@ -2,11 +2,11 @@
 
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.packaging.source_files import ROOT
+
 README = (ROOT / "README.md").read_text()
 # an absolute path into somebody's own folders
 MACHINE_PATH = re.compile(r"(^|[^A-Za-z0-9_.])/(home|root|tmp|opt|work|Users)/[A-Za-z0-9_.]", re.MULTILINE)

@@ -7,16 +7,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.packaging.source_files import FILES, ROOT, in_folder, module_name
+
 OPTIONAL = {"transformers", "transformer_engine", "megatron", "matplotlib", "tensorboard"}
-FILES = sorted(path for folder in ("configs", "fusions", "mla_attention") for path in (ROOT / folder).rglob("*.py"))
-
-
-def module_name(path: Path) -> str:
-    """Dotted name after an install; a package's own name for its __init__."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    parts = parts if parts[0] == "mla_attention" else ("mla_attention", *parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 def imports(path: Path, *, top_level: bool = False) -> Iterator[str]:
@@ -45,10 +38,6 @@ def top_level_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 def under(name: str, package: str) -> bool:
     return name == package or name.startswith(package + ".")
-
-
-def in_folder(folder: str) -> list[Path]:
-    return [path for path in FILES if path.relative_to(ROOT).parts[0] == folder]
 
 
 def refused(paths: list[Path], allowed: set[str]) -> list[str]:

@@ -6,7 +6,8 @@ import sys
 import zipfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.packaging.source_files import ROOT
+
 INSTALLED_AS = {
     "mla_attention": "mla_attention",
     "configs": "mla_attention/configs",
