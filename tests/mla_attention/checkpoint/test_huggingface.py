@@ -7,25 +7,8 @@ import torch
 
 from mla_attention.checkpoint import load_hf_state_dict, to_hf_state_dict
 from mla_attention.configs import tiny
-from tests.mla_attention.checkpoint.layers import CONFIGS, DSA, build, same_bits, weights_of
+from tests.mla_attention.checkpoint.layers import CONFIGS, DSA, NAMES, build, same_bits, weights_of
 
-# Ours -> Hugging Face, written out by hand from transformers' attention classes.
-NAMES = {
-    "linear_q_proj.weight": "q_proj.weight",
-    "linear_q_down_proj.weight": "q_a_proj.weight",
-    "q_layernorm.weight": "q_a_layernorm.weight",
-    "linear_q_up_proj.weight": "q_b_proj.weight",
-    "linear_kv_down_proj.weight": "kv_a_proj_with_mqa.weight",
-    "kv_layernorm.weight": "kv_a_layernorm.weight",
-    "linear_kv_up_proj.weight": "kv_b_proj.weight",
-    "linear_proj.weight": "o_proj.weight",
-    "linear_proj.bias": "o_proj.bias",
-    "core_attention.indexer.linear_wq_b.weight": "indexer.wq_b.weight",
-    "core_attention.indexer.linear_wk.weight": "indexer.wk.weight",
-    "core_attention.indexer.k_norm.weight": "indexer.k_norm.weight",
-    "core_attention.indexer.k_norm.bias": "indexer.k_norm.bias",
-    "core_attention.indexer.linear_weights_proj.weight": "indexer.weights_proj.weight",
-}
 each_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 
 
