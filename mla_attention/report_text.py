@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from mla_attention.configs import PRESETS, get_preset
 from mla_attention.report import LayerReport, count_parameters
@@ -82,12 +82,12 @@ def report_text(title: str, report: LayerReport) -> str:
     return "\n".join(lines)
 
 
-def _figures(figures: Mapping[str, float], total: float, number) -> Iterable[str]:
+def _figures(figures: Mapping[str, float], total: float, number: Callable[[float], str]) -> list[str]:
     rows = [(f"  {name}", number(value)) for name, value in figures.items()]
     return _columns([*rows, ("  total", number(total))])
 
 
-def _columns(rows: list[tuple[str, ...]]) -> list[str]:
+def _columns(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Rows of cells as aligned lines, the first column to the left and the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [

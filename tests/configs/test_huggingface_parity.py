@@ -8,7 +8,7 @@ import torch
 from mla_attention.configs import deepseek_v3, deepseek_v32, from_hf_config, glm5
 from mla_attention.rotary import build_rotary, softmax_scale
 
-transformers = pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers", minversion="5.24")
 
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2  # noqa: E402
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3  # noqa: E402
