@@ -370,7 +370,7 @@ class MLASelfAttention(nn.Module):
         self.core_attention.check(device, packed=packed is not None)
 
         positions = None
-        length = packed.longest_rows if packed is not None else first + key_rows
+        length = max(packed.longest_rows, 1) if packed is not None else first + key_rows  # rows of padding read row 0
         if position_ids is not None:
             positions = row_positions(position_ids, rows, batch, packed is not None)
             length = max(length, int(positions.max()) + 1 if positions.numel() else 0)

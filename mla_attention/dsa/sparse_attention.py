@@ -145,7 +145,7 @@ class SparseAttention(nn.Module):
                     query, key = absorb()
                 self._note_all(query, key, run)
         if dense and return_aux and given is None and self.config.dsa_mode == "sparse":
-            run.indices = all_visible(run.visible(), run.longest, tokens.batch_size)
+            run.indices = all_visible(run.visible(), min(self.topk, run.longest), tokens.batch_size)
 
         loss = None if run.divergence is None else indexer_loss(run.divergence, tokens, self.config)
         if loss is not None and not return_aux:

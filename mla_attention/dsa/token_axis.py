@@ -64,6 +64,8 @@ class TokenAxis:
         lse: list[Tensor] | None = None,
     ) -> Tensor:
         """Divergence `[B, rows]` of each row over all keys that it may see, or over its `indices` with their `lse`."""
+        if indexed.weights.numel() == 0:
+            return indexed.weights.sum(-1).view(self.tokens.batch_size, self.tokens.rows)  # no row
         rows = []
         for b, (iq, ik, iw, q, k) in enumerate(
             self._sequences(indexed.query, index_keys, indexed.weights, query.detach(), keys.detach())
@@ -88,6 +90,8 @@ class TokenAxis:
         """The tensors of each token axis: of each sequence of a batch, or of all packed tokens."""
         if self.tokens.packed is not None:
             return [tensors]
+        if self.tokens.batch_size == 1:
+            return [tuple(t.squeeze(1) for t in tensors)]  # whose backward copies nothing, as that of unbind would
         return list(zip(*(t.unbind(1) for t in tensors), strict=True))
 
 
