@@ -64,6 +64,7 @@ def megatron_config(config: Any, *, fused: bool, **more: Any) -> Any:
         mscale_all_dim=config.mscale_all_dim,
         apply_rope_fusion=fused,
         normalization="RMSNorm",
+        qk_layernorm=True,
         layernorm_epsilon=config.layernorm_epsilon,
         add_bias_linear=False,
         attention_dropout=0.0,
@@ -115,7 +116,6 @@ def megatron_dsa_layer(config: Any, weights: dict[str, Tensor]) -> nn.Module:
     theirs = megatron_config(
         config,
         fused=False,
-        qk_layernorm=True,
         experimental_attention_variant="dsa",
         dsa_indexer_n_heads=config.dsa_indexer_n_heads,
         dsa_indexer_head_dim=config.dsa_indexer_head_dim,

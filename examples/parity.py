@@ -225,7 +225,7 @@ def overrides_of(arguments: argparse.Namespace, on_gpu: bool) -> dict[str, Any]:
         values |= {
             "experimental_attention_variant": "dsa",
             "dsa_indexer_n_heads": preset.dsa_indexer_n_heads or 4,
-            "dsa_indexer_head_dim": preset.dsa_indexer_head_dim or 32,
+            "dsa_indexer_head_dim": preset.dsa_indexer_head_dim or max(32, preset.qk_pos_emb_head_dim),
             "dsa_indexer_topk": max(1, arguments.seq_len // 8),
             "dsa_indexer_loss_coeff": 1.0,
         }
