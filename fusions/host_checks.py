@@ -165,6 +165,26 @@ def _check_values(
             raise ValueError(f"position_ids must lie in [0, {table_rows}), got values from {low} to {high}")
 
 
+def check_rotation(
+    kernel: bool,
+    t: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    emb_dim: int,
+    cu_name: str,
+    cu_seqlens: Tensor | None,
+    cp_rank: int,
+    cp_size: int,
+    position_ids: Tensor | None,
+) -> None:
+    """Refuse tables and positions that do not fit the tokens of `t` `[*tokens, n, d]`."""
+    token_shape = t.shape[:-2]
+    by_row = cu_seqlens is None and position_ids is None
+    needed_rows = token_shape[0] if by_row else min(token_shape.numel(), 1)
+    check_tables(kernel, cos, sin, emb_dim, t.device, needed_rows)
+    check_positions(token_shape, t.device, cos.shape[0], cu_name, cu_seqlens, cp_rank, cp_size, position_ids)
+
+
 def check_same_rows(name: str, t: Tensor, like_name: str, like: Tensor) -> None:
     """Refuse leading dimensions other than those of `like`."""
     if t.ndim != like.ndim or t.shape[:-1] != like.shape[:-1]:

@@ -5,12 +5,13 @@ the rotary slice too when the gradient is provably nobody else's (`gradient_priv
 gradient in one pass: a gradient that anyone else can see is never modified.
 
 How the rewritten tensor enters autograd depends on what `t` is:
-  not a view                      t itself, marked dirty
-  all of a differentiable tensor  the base is marked dirty, and a new view of it is returned: autograd would otherwise
-                                  clone the whole gradient twice in backward. `t` and the base have the right history too
-  a part of one                   t itself, marked dirty; autograd's own copy of the slice in backward is unavoidable
-  made by a custom Function of a  a tensor on the same memory with the right history; autograd forbids to rewrite that of
-  tensor nobody differentiates    `t`, and makes later uses of `t` raise
+  not a view          t itself, marked dirty.
+  a view of all of a  The base is marked dirty and a new view of it is returned, because autograd would otherwise clone
+  tensor              the whole gradient twice in backward. `t` and the base have the right history too.
+  a view of a part    t itself, marked dirty; autograd's own copies of the gradient in backward are unavoidable.
+  the output of a     Where such a view's base is differentiated by nobody (layers that reshape their result inside a
+  custom Function     Function): a tensor on the same memory with the right history. Autograd forbids to rewrite that of
+                      `t` itself, and makes later uses of `t` raise.
 A leaf that requires grad, a view of one, and views that autograd cannot update are refused before the launch.
 """
 
@@ -97,7 +98,7 @@ def _base_to_rewrite(t: Tensor) -> tuple[Tensor | None, bool]:
         RuntimeError: when autograd could not give `t` a right history, as torch's own in-place operations do.
     """
     if t.is_leaf:
-        raise RuntimeError("t is a leaf that requires grad, and would be changed in place: pass t.clone()")
+        raise RuntimeError("t is a leaf that requires grad, to be changed in place: pass t.clone()")
     base = t._base
     if base is None:
         return None, False
@@ -105,13 +106,13 @@ def _base_to_rewrite(t: Tensor) -> tuple[Tensor | None, bool]:
     made = torch._C._autograd._get_creation_meta(t)
     if made == meta.DEFAULT:
         if base.is_leaf:
-            raise RuntimeError("t is a view of a leaf that requires grad, and would be changed in place: pass t.clone()")
+            raise RuntimeError("t is a view of a leaf that requires grad, to be changed in place: pass t.clone()")
         whole = base.numel() == t.numel() and base.is_contiguous() and t.is_contiguous()
         return (base if whole else None), False
     if made == meta.IN_CUSTOM_FUNCTION and not base.requires_grad:
         return None, True
     raise RuntimeError(
-        f"t is a view whose history autograd cannot rewrite ({made.name}), and would be changed in place: pass t.clone()"
+        f"t is a view whose history autograd cannot rewrite ({made.name}), to be changed in place: pass t.clone()"
     )
 
 
@@ -137,8 +138,8 @@ def fused_mla_rope_inplace(
     L = a*cL - b*sL, R = b*cR + a*sR, y = [L | R]; in fp32, rounded once to the dtype of `t`.
 
     Args:
-        t: `[S, B, n, nope_dim + emb_dim]`, or packed `[T, n, nope_dim + emb_dim]` with `cu_seqlens_q`; float16, bfloat16
-            or float32; any strides but a last one of 1. Without autograd it is returned itself.
+        t: `[S, B, n, nope_dim + emb_dim]`, or packed `[T, n, nope_dim + emb_dim]` with `cu_seqlens_q`; float16,
+            bfloat16 or float32; any strides but a last one of 1.
         cos: cosines, `[positions, 1, 1, emb_dim]`, any floating dtype.
         sin: sines, likewise.
         nope_dim: channels that are left alone.

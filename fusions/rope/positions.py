@@ -17,7 +17,16 @@ PACKED_ZIGZAG = tl.constexpr(2)  # the same under context parallelism
 BY_ID = tl.constexpr(3)  # position_ids[token], or [token // B] when they are per s
 
 # Arguments that grow with the batch: Triton would otherwise compile again when they are 1 or a multiple of 16.
-NOT_SPECIALIZED = ["n_tokens", "batch", "tokens_per_row", "n_sequences", "search_steps", "table_rows", "cp_rank", "cp_size"]
+NOT_SPECIALIZED = [
+    "n_tokens",
+    "batch",
+    "tokens_per_row",
+    "n_sequences",
+    "search_steps",
+    "table_rows",
+    "cp_rank",
+    "cp_size",
+]
 
 
 @triton.jit
@@ -38,7 +47,16 @@ def _find_sequence(o_token, p_offsets, n_sequences, search_steps, cp_size):
 
 @triton.jit
 def table_position(
-    o_token, m_token, tokens_per_row, p_offsets, n_sequences, search_steps, cp_rank, cp_size, p_ids, POSITIONS: tl.constexpr
+    o_token,
+    m_token,
+    tokens_per_row,
+    p_offsets,
+    n_sequences,
+    search_steps,
+    cp_rank,
+    cp_size,
+    p_ids,
+    POSITIONS: tl.constexpr,
 ):
     """Table row (int64) of int32 tokens, a block or a scalar; `tokens_per_row` consecutive tokens share a row."""
     if POSITIONS == BY_ROW:

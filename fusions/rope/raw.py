@@ -14,8 +14,7 @@ from ..host_checks import (
     check_layout,
     check_out,
     check_pairing,
-    check_positions,
-    check_tables,
+    check_rotation,
     check_widths,
 )
 from .registry import is_interpreted, mark_written, register, unit_stride
@@ -126,11 +125,7 @@ def check_query(
     check_floating(True, t=t)
     widths = f"nope_dim {nope_dim} + emb_dim {emb_dim}"
     check_layout("t", t, nope_dim + emb_dim, widths, "cu_seqlens_q", cu_seqlens, position_ids)
-    token_shape = t.shape[:-2]
-    by_row = cu_seqlens is None and position_ids is None
-    needed_rows = token_shape[0] if by_row else min(token_shape.numel(), 1)
-    check_tables(True, cos, sin, emb_dim, t.device, needed_rows)
-    check_positions(token_shape, t.device, cos.shape[0], "cu_seqlens_q", cu_seqlens, cp_rank, cp_size, position_ids)
+    check_rotation(True, t, cos, sin, emb_dim, "cu_seqlens_q", cu_seqlens, cp_rank, cp_size, position_ids)
     check_kernel_device(function, t, is_interpreted(rope_rows_kernel))
 
 

@@ -60,9 +60,9 @@ def token_count(t: Tensor) -> int:
     """Tokens of `[S, B, n, d]` or `[T, n, d]`.
 
     Raises:
-        ValueError: beyond 2^31 - 1 tokens, which kernels number in 32 bits (element offsets are 64-bit).
+        ValueError: beyond 2^30 tokens, which kernels number in 32 bits (element offsets are 64-bit).
     """
     tokens = t.shape[:-2].numel()
-    if tokens >= 2**31:
-        raise ValueError(f"a call must have fewer than 2^31 tokens, got {tokens}")
+    if tokens > 2**30:
+        raise ValueError(f"a call must have at most 2^30 tokens, got {tokens}")
     return tokens

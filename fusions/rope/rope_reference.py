@@ -19,9 +19,8 @@ from ..host_checks import (
     check_layout,
     check_out,
     check_pairing,
-    check_positions,
+    check_rotation,
     check_same_rows,
-    check_tables,
     check_widths,
     megatron_widths,
 )
@@ -98,12 +97,8 @@ def checked_table_rows(
     position_ids: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Check tables and positions against `t` `[*tokens, n, d]` and return each token's cos and sin row."""
-    token_shape = t.shape[:-2]
-    by_row = cu_seqlens is None and position_ids is None
-    needed = token_shape[0] if by_row else min(token_shape.numel(), 1)
-    check_tables(False, cos, sin, emb_dim, t.device, needed)
-    check_positions(token_shape, t.device, cos.shape[0], cu_name, cu_seqlens, cp_rank, cp_size, position_ids)
-    return table_rows((cos, sin), token_shape, cu_seqlens, cp_rank, cp_size, position_ids)
+    check_rotation(False, t, cos, sin, emb_dim, cu_name, cu_seqlens, cp_rank, cp_size, position_ids)
+    return table_rows((cos, sin), t.shape[:-2], cu_seqlens, cp_rank, cp_size, position_ids)
 
 
 def split_channels(t: Tensor, nope_dim: int, emb_dim: int, rope_first: bool) -> tuple[Tensor, Tensor]:

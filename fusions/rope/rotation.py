@@ -20,27 +20,34 @@ def columns_mask(m_row, o_column, WIDTH: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def load_pairs(p_row, m_row, EMB: tl.constexpr, PADDED: tl.constexpr, HALVES: tl.constexpr):
-    """First and second members of the pairs of each row, fp32 `[rows, PADDED // 2]`; masked lanes are 0."""
-    HALF: tl.constexpr = EMB // 2
-    HALF_PADDED: tl.constexpr = PADDED // 2
-    if HALVES:
-        o_half = tl.arange(0, HALF_PADDED)
-        m_half = columns_mask(m_row, o_half, HALF, HALF_PADDED)
-        p_first = p_row[:, None] + o_half[None, :]
-        first = tl.load(p_first, mask=m_half, other=0.0)
-        second = tl.load(p_first + HALF, mask=m_half, other=0.0)
-    else:
-        o_emb = tl.arange(0, PADDED)
-        m_emb = columns_mask(m_row, o_emb, EMB, PADDED)
-        b_x = tl.load(p_row[:, None] + o_emb[None, :], mask=m_emb, other=0.0)
-        first, second = tl.split(tl.reshape(b_x, (p_row.shape[0], HALF_PADDED, 2)))
+def load_interleaved(p_row, m_row, EMB: tl.constexpr, PADDED: tl.constexpr):
+    """Rows of interleaved pairs as they lie in memory, `[rows, PADDED]`, one contiguous vector a row; masked: 0."""
+    o_emb = tl.arange(0, PADDED)
+    m_emb = columns_mask(m_row, o_emb, EMB, PADDED)
+    return tl.load(p_row[:, None] + o_emb[None, :], mask=m_emb, other=0.0)
+
+
+@triton.jit
+def split_interleaved(b_x):
+    """Members of interleaved pairs, fp32 `[rows, width // 2]` each."""
+    first, second = tl.split(tl.reshape(b_x, (b_x.shape[0], b_x.shape[1] // 2, 2)))
+    return first.to(tl.float32), second.to(tl.float32)
+
+
+@triton.jit
+def load_halves(p_row, m_row, EMB: tl.constexpr, PADDED: tl.constexpr):
+    """Members of half-split pairs, fp32 `[rows, PADDED // 2]` each; masked lanes are 0."""
+    o_half = tl.arange(0, PADDED // 2)
+    m_half = columns_mask(m_row, o_half, EMB // 2, PADDED // 2)
+    p_first = p_row[:, None] + o_half[None, :]
+    first = tl.load(p_first, mask=m_half, other=0.0)
+    second = tl.load(p_first + EMB // 2, mask=m_half, other=0.0)
     return first.to(tl.float32), second.to(tl.float32)
 
 
 @triton.jit
 def store_pairs(p_row, m_row, first, second, EMB: tl.constexpr, PADDED: tl.constexpr, HALVES: tl.constexpr):
-    """Round once to the dtype of the pointer and store; the inverse of `load_pairs`."""
+    """Round once to the dtype of the pointer and store; pairs in halves or interleaved."""
     HALF: tl.constexpr = EMB // 2
     HALF_PADDED: tl.constexpr = PADDED // 2
     first = first.to(p_row.dtype.element_ty)
@@ -62,7 +69,7 @@ def store_pairs(p_row, m_row, first, second, EMB: tl.constexpr, PADDED: tl.const
 def load_table_row(
     p_table, position, m_row, table_rows, stride, EMB: tl.constexpr, PADDED: tl.constexpr, POSITIONS: tl.constexpr
 ):
-    """Left and right half of each row's table entry in fp32. A position outside the table gives NaN, not a stray read."""
+    """Left and right half of each row's table entry, fp32; a position outside the table gives NaN, not a stray read."""
     HALF: tl.constexpr = EMB // 2
     HALF_PADDED: tl.constexpr = PADDED // 2
     o_half = tl.arange(0, HALF_PADDED)

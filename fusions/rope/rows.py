@@ -11,14 +11,23 @@ a token. All loads of a program come before a CTA barrier and all stores after i
 threads of several warps share a row.
 """
 
-import torch
+import math
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .positions import NOT_SPECIALIZED, position_arguments, table_position
 from .registry import on_device_of, token_count, token_strides
-from .rotation import columns_mask, load_pairs, load_table_row, rotate_pairs, store_pairs
+from .rotation import (
+    columns_mask,
+    load_halves,
+    load_interleaved,
+    load_table_row,
+    rotate_pairs,
+    split_interleaved,
+    store_pairs,
+)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -84,7 +93,10 @@ def rope_rows_kernel(
         o_b = tl.zeros([BLOCK], dtype=tl.int64)
 
     p_in = p_rope_in + o_s * rope_in_s + o_b * rope_in_b + o_head * rope_in_h + ROPE_IN_AT
-    first, second = load_pairs(p_in, m_row, EMB, EMB_PADDED, READ_HALVES)
+    if READ_HALVES:
+        first, second = load_halves(p_in, m_row, EMB, EMB_PADDED)
+    else:
+        b_pairs = load_interleaved(p_in, m_row, EMB, EMB_PADDED)
     if NOPE > 0:
         o_nope = tl.arange(0, NOPE_PADDED)
         m_nope = columns_mask(m_row, o_nope, NOPE, NOPE_PADDED)
@@ -95,6 +107,8 @@ def rope_rows_kernel(
     )
     cos_l, cos_r = load_table_row(p_cos, position, m_row, table_rows, cos_stride, EMB, EMB_PADDED, POSITIONS)
     sin_l, sin_r = load_table_row(p_sin, position, m_row, table_rows, sin_stride, EMB, EMB_PADDED, POSITIONS)
+    if not READ_HALVES:  # only now, because splitting waits for the load
+        first, second = split_interleaved(b_pairs)
     first, second = rotate_pairs(first, second, cos_l, cos_r, sin_l, sin_r, INVERSE, TRANSPOSED)
 
     tl.debug_barrier()  # in place, another warp may still have to read what this one writes
@@ -114,8 +128,7 @@ def rows_launch(emb_dim: int, nope_dim: int, heads: int) -> tuple[int, int]:
     emb_padded = triton.next_power_of_2(emb_dim)
     if nope_dim:
         width = emb_padded + triton.next_power_of_2(nope_dim)
-        rows = max(1, min(128, triton.next_power_of_2(4096 // width + 1) // 2))
-        return rows, 4
+        return max(1, min(128, 2 ** round(math.log2(4096 / width)))), 4
     channels, a_thread = (1024, 16) if heads == 1 else (1024, 8) if heads >= 16 else (2048, 8)
     rows = max(1, min(128, channels // emb_padded))
     return rows, max(1, min(8, rows * emb_padded // (32 * a_thread)))

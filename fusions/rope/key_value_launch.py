@@ -1,0 +1,125 @@
+"""Launching the kernels of `key_value_kernels.py` on checked arguments."""
+
+import math
+
+import triton
+from torch import Tensor
+
+from .key_value_kernels import key_value_backward_kernel, key_value_kernel
+from .positions import position_arguments
+from .registry import on_device_of, token_count, token_strides
+
+
+def key_value_blocks(emb_dim: int, k_dim: int, v_dim: int, heads: int, copy: bool) -> tuple[int, int, int]:
+    """Tokens, heads and warps of a program, from the shape alone: the same on every rank and in every process.
+
+    A program copies about 4096 padded channels with 4 warps, or writes as many rotary channels of the shared key alone.
+    """
+    if copy:
+        channels = triton.next_power_of_2(max(k_dim, 1)) + triton.next_power_of_2(max(v_dim, 1))
+    else:
+        channels = triton.next_power_of_2(emb_dim)
+    rows = int(2 ** min(7, max(0, round(math.log2(4096 / channels)))))
+    block_heads = min(triton.next_power_of_2(heads), rows)
+    return max(1, rows // block_heads), block_heads, 4
+
+
+def launch_key_value(
+    kv: Tensor | None,
+    k_pos_emb: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    cu_seqlens: Tensor | None,
+    position_ids: Tensor | None,
+    emb_dim: int,
+    k_dim: int,
+    v_dim: int,
+    cp_rank: int = 0,
+    cp_size: int = 1,
+    remove_interleaving: bool = False,
+    *,
+    backward: bool = False,
+    block_tokens: int | None = None,
+    block_heads: int | None = None,
+    num_warps: int | None = None,
+) -> None:
+    """Launch the split (`kv` and `value` given) or the shared key alone (both None), forward or backward.
+
+    Args:
+        kv: `[.., n, k_dim + v_dim]`, read; its gradient, written, in backward.
+        k_pos_emb: `[.., 1, emb_dim]`, read; its gradient, written, in backward.
+        key: `[.., n, k_dim + emb_dim]`, written; its gradient, read, in backward.
+        value: `[.., n, v_dim]`, written; its gradient, read, in backward.
+        cos: cosine table with contiguous rows.
+        sin: sine table likewise.
+        cu_seqlens: global offsets, or None.
+        position_ids: explicit table rows, or None.
+        emb_dim: rotary width.
+        k_dim: width of a head's unrotated key.
+        v_dim: width of a head's value.
+        cp_rank: context-parallel rank.
+        cp_size: context-parallel size.
+        remove_interleaving: whether the key holds the pairs interleaved.
+        backward: the transposed pass.
+        block_tokens: tokens a program, to force them; a power of two.
+        block_heads: heads a program, to force them; a power of two.
+        num_warps: warps a program, to force them.
+    """
+    tokens, heads = token_count(key), key.shape[-2]
+    if tokens == 0:
+        return
+    copy = kv is not None and value is not None
+    ends = (kv if kv is not None else key, k_pos_emb, key, value if value is not None else key)
+    strides = [token_strides(t) for t in ends]
+    batch = key.shape[1] if key.ndim == 4 else 1
+    batched = batch > 1 and any(s != batch * b for s, b, _ in strides)
+    if batch > 1 and not batched:
+        strides = [(b, 0, h) for _, b, h in strides]
+    positions, rule = position_arguments(key.shape[:-2], cu_seqlens, cp_rank, cp_size, position_ids)
+    chosen = key_value_blocks(emb_dim, k_dim, v_dim, heads, copy)
+    block_t, block_h, warps = block_tokens or chosen[0], block_heads or chosen[1], num_warps or chosen[2]
+    emb_padded = triton.next_power_of_2(emb_dim)
+    parts = triton.cdiv(heads, block_h)
+    if backward:
+        parts = parts + 1 if copy else 1
+    kernel = key_value_backward_kernel if backward else key_value_kernel
+    with on_device_of(key):
+        kernel[(triton.cdiv(tokens, block_t) * parts,)](
+            *ends,
+            cos,
+            sin,
+            positions["p_offsets"],
+            positions["p_ids"],
+            tokens,
+            batch,
+            positions["tokens_per_row"],
+            positions["n_sequences"],
+            positions["search_steps"],
+            cos.shape[0],
+            positions["cp_rank"],
+            positions["cp_size"],
+            cos.stride(0),
+            sin.stride(0),
+            *strides[0],
+            *strides[1][:2],
+            *strides[2],
+            *strides[3],
+            HEADS=heads,
+            EMB=emb_dim,
+            EMB_PADDED=emb_padded,
+            K=k_dim,
+            K_PADDED=triton.next_power_of_2(max(k_dim, 1)),
+            V=v_dim,
+            V_PADDED=triton.next_power_of_2(max(v_dim, 1)),
+            COPY=copy,
+            BATCHED=batched,
+            POSITIONS=rule,
+            HALVES=not remove_interleaving,
+            SUM_H=min(triton.next_power_of_2(heads), max(1, 4096 // (emb_padded * block_t))),
+            BLOCK_T=block_t,
+            BLOCK_H=block_h,
+            num_warps=warps,
+            enable_fp_fusion=False,  # the unfused twin rounds products too
+        )
