@@ -24,10 +24,10 @@ from mla_attention.token_layout import TokenLayout
 
 
 class Indexed(NamedTuple):
-    """What the indexer makes of the tokens of one forward."""
+    """What the indexer makes of the tokens of one forward; the keys are later joined by those of other tokens."""
 
     query: Tensor  # [S, B, Hi, Di], packed [T, Hi, Di]
-    key: Tensor  # [S, B, Di], packed [T, Di]
+    key: Tensor  # [keys, B, Di], packed [keys, Di]
     weights: Tensor  # [S, B, Hi], packed [T, Hi], fp32 at least, both scales applied
 
 

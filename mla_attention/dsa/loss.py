@@ -32,12 +32,11 @@ def indexer_loss(divergence: Tensor, tokens: TokenLayout, config: MLAConfig) -> 
     """
     keep = tokens.token_rows()
     if keep is None:
-        total, rows = divergence.sum(), divergence.numel()
+        rows = divergence.new_full((), divergence.numel())
     else:
-        total, rows = torch.where(keep, divergence, 0.0).sum(), keep.sum().clamp(min=1)
-    if config.calculate_per_token_loss:
-        return total * config.dsa_indexer_loss_coeff
-    return total * config.dsa_indexer_loss_coeff / (rows if isinstance(rows, Tensor) else max(rows, 1))
+        divergence, rows = torch.where(keep, divergence, 0.0), keep.sum()
+    total = divergence.sum() * config.dsa_indexer_loss_coeff
+    return total if config.calculate_per_token_loss else total / rows.clamp(min=1)
 
 
 def attach_loss(output: Tensor, loss: Tensor, scale: float = 1.0) -> Tensor:

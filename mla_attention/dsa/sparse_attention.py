@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -129,11 +130,8 @@ class SparseAttention(nn.Module):
         trains = given is None and cache is None and self._trains(return_aux)
         run = _Run(axis, first + tokens.longest, cache, given, trains)
         dense = self._attends_densely(run)
-        if self.indexer is not None and (trains or cache is not None or not (dense or given is not None)):
-            with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
-                indexed = self.indexer(hidden, q_latent, tokens)
-                run.indexed = indexed._replace(key=comm.to_all_keys(indexed.key)[0])
-
+        if trains or cache is not None or not (dense or given is not None):
+            run.indexed = self._ask_indexer(hidden, q_latent, run, comm)
         if not dense:
             context = absorbed(lambda query, key: self._attend_selected(query, key, run))
         elif first:
@@ -183,20 +181,29 @@ class SparseAttention(nn.Module):
             return True
         return run.indices is None and run.longest <= self.topk
 
+    def _ask_indexer(self, hidden: Tensor, q_latent: Tensor, run: _Run, comm: Communication) -> Indexed | None:
+        """Queries and weights of the rows and keys of all tokens; with a graph only where there is a loss."""
+        if self.indexer is None:
+            return None
+        with torch.set_grad_enabled(torch.is_grad_enabled() and run.trains):
+            indexed = self.indexer(hidden, q_latent, run.axis.tokens)
+            return indexed._replace(key=comm.to_all_keys(indexed.key)[0])
+
     def _attend_selected(self, query: Tensor, key: Tensor, run: _Run) -> Tensor:
         """Output latents over the given indices, or the indexer's."""
-        keys, index_keys = run.with_past(key)
-        if run.indices is None:
-            run.indices = self._select(index_keys, run)
-        latents, lse = run.axis.sparse_mla(query, keys, run.indices)
-        if run.trains:
-            support = (run.indices, lse) if self.config.dsa_indexer_use_sparse_loss else ()
-            run.divergence = run.axis.indexer_kl(run.indexed, index_keys, query, keys, *support)
+        keys, indexed = run.with_past(key)
+        if indexed is not None and run.indices is None:
+            run.indices = self._select(indexed, run)
+        indices = cast(Tensor, run.indices)  # without an indexer they are given
+        latents, lse = run.axis.sparse_mla(query, keys, indices)
+        if indexed is not None and run.trains:
+            support = (indices, lse) if self.config.dsa_indexer_use_sparse_loss else ()
+            run.divergence = run.axis.indexer_kl(indexed, query, keys, *support)
         return latents
 
-    def _select(self, index_keys: Tensor, run: _Run) -> Tensor:
+    def _select(self, indexed: Indexed, run: _Run) -> Tensor:
         """The indexer's keys, int64 `[B, rows, K]`; none for rows without a token."""
-        indices = with_width(run.axis.indexer_topk(run.indexed, index_keys), min(self.topk, run.longest))
+        indices = with_width(run.axis.indexer_topk(indexed), min(self.topk, run.longest))
         keep = run.axis.tokens.token_rows()
         return indices if keep is None else indices.masked_fill(~keep[:, None], -1)
 
@@ -208,9 +215,9 @@ class SparseAttention(nn.Module):
 
     def _note_all(self, query: Tensor, key: Tensor, run: _Run) -> None:
         """What the absorbed form of a dense step is needed for: the cache, and the loss over all keys."""
-        keys, index_keys = run.with_past(key)
-        if run.trains:
-            run.divergence = run.axis.indexer_kl(run.indexed, index_keys, query, keys)
+        keys, indexed = run.with_past(key)
+        if indexed is not None and run.trains:
+            run.divergence = run.axis.indexer_kl(indexed, query, keys)
 
     def extra_repr(self) -> str:
         config = self.config
@@ -232,13 +239,16 @@ class _Run:
     indexed: Indexed | None = None
     divergence: Tensor | None = None  # [B, rows]
 
-    def with_past(self, key: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Keys `[keys, .., Rkv+Dr]` and indexer keys so far, the new ones last; those are appended to the cache."""
-        keys, index_keys = key.squeeze(-2), None if self.indexed is None else self.indexed.key
-        if self.cache is None:
-            return keys, index_keys
-        self.cache.append(keys, index_keys)
-        return (keys, index_keys) if self.cache.length == keys.shape[0] else self.cache.entries()
+    def with_past(self, key: Tensor) -> tuple[Tensor, Indexed | None]:
+        """All keys `[keys, .., Rkv+Dr]` and the indexer's, the new ones last; those are appended to the cache."""
+        keys, indexed, cache = key.squeeze(-2), self.indexed, self.cache
+        if cache is None:
+            return keys, indexed
+        cache.append(keys, None if indexed is None else indexed.key)
+        if cache.length == keys.shape[0]:
+            return keys, indexed
+        keys, index_keys = cache.entries()
+        return keys, None if indexed is None or index_keys is None else indexed._replace(key=index_keys)
 
     def visible(self) -> tuple[Tensor, Tensor]:
         tokens = self.axis.tokens

@@ -35,12 +35,12 @@ class TokenAxis:
     tokens: TokenLayout
     positions: Tensor | None = None
 
-    def indexer_topk(self, indexed: Indexed, index_keys: Tensor) -> Tensor:
-        """Int64 `[B, rows, k]`: each row's highest-scoring keys. index_keys `[keys, B, Di]`, packed `[keys, Di]`."""
+    def indexer_topk(self, indexed: Indexed) -> Tensor:
+        """Int64 `[B, rows, k]`: each row's highest-scoring keys."""
         with torch.no_grad():
             rows = [
                 self.functions.indexer_topk(q, k, w, self.config.dsa_indexer_topk, **self._scoring())
-                for q, k, w in self._sequences(indexed.query, index_keys, indexed.weights)
+                for q, k, w in self._sequences(*indexed)
             ]
         return _stack(rows, 0)
 
@@ -57,7 +57,6 @@ class TokenAxis:
     def indexer_kl(
         self,
         indexed: Indexed,
-        index_keys: Tensor,
         query: Tensor,
         keys: Tensor,
         indices: Tensor | None = None,
@@ -67,9 +66,7 @@ class TokenAxis:
         if indexed.weights.numel() == 0:
             return indexed.weights.sum(-1).view(self.tokens.batch_size, self.tokens.rows)  # no row
         rows = []
-        for b, (iq, ik, iw, q, k) in enumerate(
-            self._sequences(indexed.query, index_keys, indexed.weights, query.detach(), keys.detach())
-        ):
+        for b, (iq, ik, iw, q, k) in enumerate(self._sequences(*indexed, query.detach(), keys.detach())):
             if indices is None:
                 support = self._scoring()
             else:  # selected keys are visible ones
