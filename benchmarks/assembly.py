@@ -60,6 +60,7 @@ class Inputs:
 
     def __init__(self, shape: Shape) -> None:
         from mla_attention.configs import get_preset
+        from mla_attention.layers.torch_layers import TorchLayers
         from mla_attention.rotary import build_rotary
 
         self.shape = shape
@@ -70,8 +71,8 @@ class Inputs:
         emb, k_dim, v_dim = self.dims
         new = lambda *tail: torch.randn(shape.tokens, 1, *tail, device=DEVICE, dtype=torch.bfloat16)  # noqa: E731
         self.latent, self.k_pe = new(config.kv_lora_rank).requires_grad_(), new(emb).requires_grad_()
-        weight = torch.randn(shape.heads * (k_dim + v_dim), config.kv_lora_rank, device=DEVICE) * 0.02
-        self.weight = weight.bfloat16().requires_grad_()
+        layers = TorchLayers(DEVICE, torch.bfloat16)
+        self.up_proj = layers.linear(config.kv_lora_rank, shape.heads * (k_dim + v_dim), init_std=0.02)
         self.cos, self.sin = build_rotary(config).cos_sin(shape.tokens, device=torch.device(DEVICE))
         self.grads = (new(shape.heads, k_dim + emb), new(shape.heads, v_dim))
         self.flops = 2 * shape.tokens * config.kv_lora_rank * shape.heads * (k_dim + v_dim)
@@ -79,7 +80,7 @@ class Inputs:
     @property
     def leaves(self) -> tuple[Tensor, ...]:
         """What takes gradients."""
-        return self.latent, self.k_pe, self.weight
+        return self.latent, self.k_pe, self.up_proj.weight
 
 
 Assemble = Callable[[], tuple[Tensor, Tensor]]
@@ -88,15 +89,11 @@ Assemble = Callable[[], tuple[Tensor, Tensor]]
 def ours(i: Inputs, way: str, *, fused: bool = True) -> Assemble:
     """Our assembly by one of its ways; unfused it is the oracle."""
     from mla_attention.key_value_assembly import KeyValueAssembly
-    from mla_attention.layers.torch_layers import TorchLayers
     from mla_attention.token_layout import TokenLayout
 
     assemble = KeyValueAssembly(i.config(apply_rope_fusion=fused, kv_assembly=way))
-    linear = TorchLayers(DEVICE, torch.bfloat16).linear(i.weight.shape[1], i.weight.shape[0], init_std=0.02)
-    linear.weight = torch.nn.Parameter(i.weight)
-    i.weight = linear.weight
     tokens = TokenLayout(1, i.shape.tokens, i.cos, i.sin)
-    return lambda: assemble(i.latent, i.k_pe, linear, tokens)
+    return lambda: assemble(i.latent, i.k_pe, i.up_proj, tokens)
 
 
 def megatron(i: Inputs) -> Assemble:
@@ -106,7 +103,7 @@ def megatron(i: Inputs) -> Assemble:
     cos, sin = i.cos.bfloat16(), i.sin.bfloat16()
 
     def assemble() -> tuple[Tensor, Tensor]:
-        kv = torch.nn.functional.linear(i.latent, i.weight).unflatten(-1, (i.shape.heads, k_dim + v_dim))
+        kv = torch.nn.functional.linear(i.latent, i.up_proj.weight).unflatten(-1, (i.shape.heads, k_dim + v_dim))
         return rope.fused_apply_mla_rope_for_kv(kv, i.k_pe.unsqueeze(-2), cos, sin, emb, k_dim, v_dim)
 
     return assemble

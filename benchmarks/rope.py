@@ -3,8 +3,9 @@
 Necessary bytes (bf16, 2 bytes an element; tables are left out):
     in place      read + write of the rotary slice             4 * tokens * heads * emb
     key/value     read kv and k_pe, write key and value        2 * tokens * (heads * (2*nope + 2*value + emb) + emb)
-The backward of each moves the same bytes. Through autograd the in-place query backward may not modify the incoming
-gradient, so it copies the whole head once: those rows carry the variant name ``ours_autograd``.
+The backward of each moves the same bytes. The query's backward is timed three times: the raw kernel; ``_engine``,
+through autograd as inside a model, where nobody else holds the gradient; ``_autograd``, with a gradient that the caller
+keeps: ours then leaves it alone and writes a new one, 4 * tokens * heads * width bytes.
 
     python benchmarks/rope.py [--out DIR] [--rows NAME ...] [--peers megatron eager compile] [--no-startup]
 """
@@ -180,6 +181,30 @@ def backward_call(i: Inputs, forward: Forward) -> Callable[[], tuple[torch.Tenso
     return partial(torch.autograd.grad, outputs, leaves, grads, retain_graph=True)
 
 
+class Emit(torch.autograd.Function):
+    """A scalar whose backward hands a gradient to the function before it and keeps no hold of it, as a GEMM would.
+
+    It is uninitialised memory unless there is a ``source`` to copy, so that no other kernel is timed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, source: torch.Tensor | None) -> torch.Tensor:
+        ctx.like, ctx.source = output.detach(), source
+        return output.new_ones(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.empty_like(ctx.like) if ctx.source is None else ctx.source.clone(), None
+
+
+def engine_call(i: Inputs, forward: Forward, source: torch.Tensor | None) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Return a call of the query's backward as it runs inside a model, where nobody else holds the gradient."""
+    (leaf,) = i.leaves()
+    (output,) = forward(leaf.clone())
+    scalar = Emit.apply(output, source)
+    return partial(torch.autograd.grad, scalar, leaf, torch.ones_like(scalar), retain_graph=True)
+
+
 def rotate_tail_reference(i: Inputs, reference: Any) -> Forward:
     """The twin of what the peer computes: it always rotates the last channels of a head."""
     s = i.shape
@@ -231,9 +256,14 @@ def variants_of(i: Inputs, peers: set[str], peer: Any) -> Iterator[tuple[str, st
             yield "backward", "megatron", TOLERANCE["megatron"], call, partial(raw_pairs, i, call, theirs, tail)
     suffix = "" if s.value else "_autograd"
     for name, (forward, oracle) in forwards.items():
-        if name != "compile":
-            call = Lazy(partial(backward_call, i, forward))
-            yield "backward", name + suffix, TOLERANCE[name], call, partial(backward_pairs, i, call, oracle)
+        if name == "compile":
+            continue
+        call = Lazy(partial(backward_call, i, forward))
+        yield "backward", name + suffix, TOLERANCE[name], call, partial(backward_pairs, i, call, oracle)
+        if not s.value and name != "eager":
+            with_values, timed = (Lazy(partial(engine_call, i, forward, source)) for source in (i.grads[0], None))
+            check = partial(backward_pairs, i, with_values, oracle)
+            yield "backward", name + "_engine", TOLERANCE[name], timed, check
 
 
 def no_grad(forward: Forward, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -299,7 +329,8 @@ def add_rows(
             values["bytes"] = shape.whole_bytes if whole else shape.necessary_bytes
             values["bytes_per_s"] = values["bytes"] / (result.us * 1e-6)
             values["copy_share"] = values["bytes_per_s"] / record.ceilings["copy_bytes_per_s"]
-            peer = results.get("megatron_autograd" if name.endswith("_autograd") else "megatron")
+            way = next((end for end in ("_autograd", "_engine") if name.endswith(end)), "")
+            peer = results.get("megatron" + way)
             if not name.startswith("megatron") and isinstance(peer, Timing):
                 values["speedup"] = peer.us / result.us
             if name == "ours":

@@ -59,7 +59,7 @@ def test_a_tiny_shape_runs_through(script, watch, record, monkeypatch, changes):
     assert not failed
     assert by["tiny/forward", "megatron"]["status"] == "skipped"
     assert by["tiny/forward", "ours"]["copy_share"] == pytest.approx(small.necessary_bytes / 1e-4 / 4e12)
-    raw = set() if small.value else {"ours", "ours_autograd", "eager_autograd"}
+    raw = set() if small.value else {"ours", "ours_autograd", "ours_engine", "eager_autograd"}
     kv = {"ours", "eager"} if small.value else set()
     assert {v for row, v in by if row == "tiny/backward"} == raw | kv | {"megatron"}
     assert "tiny/backward" in rope.table(run.rows)
