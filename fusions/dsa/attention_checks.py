@@ -7,13 +7,15 @@ MLA_ATTENTION_VALIDATE=1.
 from __future__ import annotations
 
 import math
-import os
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from ..host_checks import values_are_validated
+
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+_LARGEST_RANK, _LARGEST_ROPE = 1024, 256
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -62,6 +64,15 @@ def check_kv_rank(kv_rank: int, width: int) -> None:
     """Refuse a latent width that leaves no latent or no rotary channel."""
     if not isinstance(kv_rank, int) or isinstance(kv_rank, bool) or not 1 <= kv_rank < width:
         raise ValueError(f"kv_rank must be an integer in [1, {width}), {width} = query's last width, got {kv_rank!r}")
+
+
+def check_kernel_widths(kv_rank: int, width: int) -> None:
+    """Refuse widths whose tiles a kernel cannot hold."""
+    if kv_rank > _LARGEST_RANK or width - kv_rank > _LARGEST_ROPE:
+        raise ValueError(
+            f"kv_rank must be at most {_LARGEST_RANK}, with at most {_LARGEST_ROPE} further channels, for the kernel, "
+            f"got {kv_rank} and {width - kv_rank}"
+        )
 
 
 def check_topk_indices(topk_indices: Tensor, query: Tensor, num_keys: int) -> None:
@@ -143,4 +154,4 @@ def check_budget(budget_bytes: int) -> None:
 
 def values_are_checked() -> bool:
     """Whether MLA_ATTENTION_VALIDATE=1 asks for the checks that cost a device sync."""
-    return os.environ.get("MLA_ATTENTION_VALIDATE", "0") not in ("", "0")
+    return values_are_validated()

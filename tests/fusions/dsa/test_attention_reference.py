@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+
 from mla_attention.fusions.dsa.attention_reference import indexer_kl, key_range, sparse_mla
 
 
