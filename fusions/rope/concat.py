@@ -166,4 +166,6 @@ def fused_mla_rope_concat(
     check_same_rows("nope", nope, "rope", rope)
     check_rotation(True, rope, cos, sin, emb_dim, "cu_seqlens", cu_seqlens, cp_rank, cp_size, position_ids)
     check_kernel_device("fused_mla_rope_concat", rope, is_interpreted(rope_rows_kernel))
+    if not (torch.is_grad_enabled() and (nope.requires_grad or rope.requires_grad)):
+        return concat(nope, rope, cos, sin, cu_seqlens, position_ids, cp_rank, cp_size)
     return _RopeConcat.apply(nope, rope, cos, sin, cu_seqlens, position_ids, cp_rank, cp_size)

@@ -239,4 +239,6 @@ def fused_mla_rope_out_of_place(
         input_halves,
     )
     numbers = (nope_dim, emb_dim, cp_rank, cp_size, inverse, remove_interleaving, rope_first, input_halves)
+    if not (torch.is_grad_enabled() and t.requires_grad):
+        return rope_new(t, cos, sin, cu_seqlens_q, position_ids, *numbers, False)
     return _RopeOutOfPlace.apply(t, cos, sin, cu_seqlens_q, position_ids, *numbers)

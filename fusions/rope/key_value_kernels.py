@@ -251,11 +251,11 @@ def key_value_backward_kernel(
         first, second = rotate_pairs(first, second, cos_l, cos_r, sin_l, sin_r, False, True)
         store_pairs(p_dpos + o_s * dpos_s + o_b * dpos_b, m_token, first, second, EMB, EMB_PADDED, False)
     else:  # (never taken when nothing is copied: PARTS is 1)
-        o_token, o_head, m_row = _head_rows(i_tokens, i_part - 1, n_tokens, HEADS, BLOCK_T, BLOCK_H)
-        o_s, o_b = _token_index(o_token, batch, BATCHED)
-        p_dkv_row = p_dkv + o_s * dkv_s + o_b * dkv_b + o_head * dkv_h
-        p_dkey_row = p_dkey + o_s * dkey_s + o_b * dkey_b + o_head * dkey_h
-        p_dvalue_row = p_dvalue + o_s * dvalue_s + o_b * dvalue_b + o_head * dvalue_h
+        o_row_token, o_row_head, m_row = _head_rows(i_tokens, i_part - 1, n_tokens, HEADS, BLOCK_T, BLOCK_H)
+        o_row_s, o_row_b = _token_index(o_row_token, batch, BATCHED)
+        p_dkv_row = p_dkv + o_row_s * dkv_s + o_row_b * dkv_b + o_row_head * dkv_h
+        p_dkey_row = p_dkey + o_row_s * dkey_s + o_row_b * dkey_b + o_row_head * dkey_h
+        p_dvalue_row = p_dvalue + o_row_s * dvalue_s + o_row_b * dvalue_b + o_row_head * dvalue_h
         if K > 0:
             b_key = _load_rows(p_dkey_row, m_row, K, K_PADDED)
         if V > 0:

@@ -2,12 +2,11 @@
 
 import math
 
-import triton
 from torch import Tensor
 
 from .key_value_kernels import key_value_backward_kernel, key_value_kernel
 from .positions import position_arguments
-from .registry import on_device_of, token_count, token_strides
+from .registry import blocks, on_device_of, padded, token_count, token_strides
 
 
 def key_value_blocks(emb_dim: int, k_dim: int, v_dim: int, heads: int, copy: bool) -> tuple[int, int, int]:
@@ -15,12 +14,9 @@ def key_value_blocks(emb_dim: int, k_dim: int, v_dim: int, heads: int, copy: boo
 
     A program copies about 4096 padded channels with 4 warps, or writes as many rotary channels of the shared key alone.
     """
-    if copy:
-        channels = triton.next_power_of_2(max(k_dim, 1)) + triton.next_power_of_2(max(v_dim, 1))
-    else:
-        channels = triton.next_power_of_2(emb_dim)
+    channels = padded(k_dim) + padded(v_dim) if copy else padded(emb_dim)
     rows = int(2 ** min(7, max(0, round(math.log2(4096 / channels)))))
-    block_heads = min(triton.next_power_of_2(heads), rows)
+    block_heads = min(padded(heads), rows)
     return max(1, rows // block_heads), block_heads, 4
 
 
@@ -80,13 +76,13 @@ def launch_key_value(
     positions, rule = position_arguments(key.shape[:-2], cu_seqlens, cp_rank, cp_size, position_ids)
     chosen = key_value_blocks(emb_dim, k_dim, v_dim, heads, copy)
     block_t, block_h, warps = block_tokens or chosen[0], block_heads or chosen[1], num_warps or chosen[2]
-    emb_padded = triton.next_power_of_2(emb_dim)
-    parts = triton.cdiv(heads, block_h)
+    emb_padded = padded(emb_dim)
+    parts = blocks(heads, block_h)
     if backward:
         parts = parts + 1 if copy else 1
     kernel = key_value_backward_kernel if backward else key_value_kernel
     with on_device_of(key):
-        kernel[(triton.cdiv(tokens, block_t) * parts,)](
+        kernel[(blocks(tokens, block_t) * parts,)](
             *ends,
             cos,
             sin,
@@ -110,14 +106,14 @@ def launch_key_value(
             EMB=emb_dim,
             EMB_PADDED=emb_padded,
             K=k_dim,
-            K_PADDED=triton.next_power_of_2(max(k_dim, 1)),
+            K_PADDED=padded(k_dim),
             V=v_dim,
-            V_PADDED=triton.next_power_of_2(max(v_dim, 1)),
+            V_PADDED=padded(v_dim),
             COPY=copy,
             BATCHED=batched,
             POSITIONS=rule,
             HALVES=not remove_interleaving,
-            SUM_H=min(triton.next_power_of_2(heads), max(1, 4096 // (emb_padded * block_t))),
+            SUM_H=min(padded(heads), max(1, 4096 // (emb_padded * block_t))),
             BLOCK_T=block_t,
             BLOCK_H=block_h,
             num_warps=warps,

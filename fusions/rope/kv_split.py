@@ -144,4 +144,6 @@ def fused_mla_rope_kv_split(
     check_rotation(True, kv, cos, sin, emb_dim, "cu_seqlens_kv", cu_seqlens_kv, cp_rank, cp_size, position_ids)
     check_kernel_device("fused_mla_rope_kv_split", kv, is_interpreted(key_value_kernel))
     numbers = (emb_dim, k_dim, v_dim, cp_rank, cp_size, remove_interleaving)
+    if not (torch.is_grad_enabled() and (kv.requires_grad or k_pos_emb.requires_grad)):
+        return kv_split(kv, k_pos_emb, cos, sin, cu_seqlens_kv, position_ids, *numbers)
     return _RopeKvSplit.apply(kv, k_pos_emb, cos, sin, cu_seqlens_kv, position_ids, *numbers)

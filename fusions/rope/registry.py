@@ -44,6 +44,16 @@ def is_interpreted(kernel: Any) -> bool:
     return not isinstance(kernel, triton.JITFunction)
 
 
+def padded(width: int) -> int:
+    """The power of two that holds `width` columns; at least 1."""
+    return 1 << max(width - 1, 0).bit_length()
+
+
+def blocks(count: int, size: int) -> int:
+    """Blocks of `size` that hold `count`."""
+    return -(-count // size)
+
+
 def unit_stride(t: Tensor) -> Tensor:
     """`t`, or a contiguous copy where its last dimension is not contiguous (an expanded gradient)."""
     return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()

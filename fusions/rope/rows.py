@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .positions import NOT_SPECIALIZED, position_arguments, table_position
-from .registry import on_device_of, token_count, token_strides
+from .registry import blocks, on_device_of, padded, token_count, token_strides
 from .rotation import (
     columns_mask,
     load_halves,
@@ -125,9 +125,9 @@ def rows_launch(emb_dim: int, nope_dim: int, heads: int) -> tuple[int, int]:
     In place a thread holds 8 rotary channels (16 with one head, whose rows share no table entry); when the rest of a
     head is copied as well, a program moves about 4096 padded channels with 4 warps.
     """
-    emb_padded = triton.next_power_of_2(emb_dim)
+    emb_padded = padded(emb_dim)
     if nope_dim:
-        width = emb_padded + triton.next_power_of_2(nope_dim)
+        width = emb_padded + padded(nope_dim)
         return max(1, min(128, 2 ** round(math.log2(4096 / width)))), 4
     channels, a_thread = (1024, 16) if heads == 1 else (1024, 8) if heads >= 16 else (2048, 8)
     rows = max(1, min(128, channels // emb_padded))
@@ -193,7 +193,7 @@ def launch_rope_rows(
     rows, warps = rows_launch(emb_dim, nope_dim, heads)
     rows, warps = block_rows or rows, num_warps or warps
     with on_device_of(t):
-        rope_rows_kernel[(triton.cdiv(tokens * heads, rows),)](
+        rope_rows_kernel[(blocks(tokens * heads, rows),)](
             *(tensor for tensor, _ in ends),
             cos,
             sin,
@@ -213,9 +213,9 @@ def launch_rope_rows(
             *(first for _, first in ends),
             HEADS=heads,
             EMB=emb_dim,
-            EMB_PADDED=triton.next_power_of_2(emb_dim),
+            EMB_PADDED=padded(emb_dim),
             NOPE=nope_dim,
-            NOPE_PADDED=triton.next_power_of_2(max(nope_dim, 1)),
+            NOPE_PADDED=padded(nope_dim),
             BATCHED=batched,
             POSITIONS=rule,
             READ_HALVES=read_halves,
