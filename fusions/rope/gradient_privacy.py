@@ -10,7 +10,13 @@ from torch import Tensor
 
 def _holders(grad: Tensor) -> tuple[int, ...]:
     """Reference counts of everything that can reach the memory of `grad`."""
-    counts = (sys.getrefcount(grad), grad._use_count(), torch._C._storage_Use_Count(grad.untyped_storage()._cdata))
+    storage = grad.untyped_storage()
+    counts = (
+        sys.getrefcount(grad),
+        grad._use_count(),
+        sys.getrefcount(storage),
+        torch._C._storage_Use_Count(storage._cdata),
+    )
     base = grad._base
     if base is None:
         return counts
@@ -64,10 +70,10 @@ def gradient_is_private(grad: Tensor) -> bool:
     To be called from the `backward` of a `once_differentiable` Function with its own argument. A gradient may be
     visible elsewhere: kept by a hook or by the caller, shared with the other operand of a sum, expanded from one
     element, captured as the result of `torch.autograd.grad`, or part of a graph that is differentiated again. Every
-    such holder is a reference to the tensor, to the tensor that it is a view of, or to its storage. So the three counts
-    are compared with those of a gradient that is known to be private, measured once in a backward of the same form:
-    any holder more, and the answer is no. The autograd engine decides in the same way (one reference to the tensor,
-    one to the storage) whether it may accumulate into a gradient buffer in place.
+    such holder is a reference to the tensor, to the tensor that it is a view of, or to its storage, from Python or from
+    C++. So these counts are compared with those of a gradient that is known to be private, measured once in a backward
+    of the same form: any holder more, and the answer is no. The autograd engine decides in the same way (one reference
+    to the tensor, one to the storage) whether it may accumulate into a gradient buffer in place.
 
     The answer is also no for tensor subclasses, under dispatch modes, without a global interpreter lock, and on torch
     releases that do not tell a tensor's use count. No is always safe: the caller then writes a new gradient.
