@@ -76,6 +76,13 @@ def test_the_weights_of_a_bfloat16_layer_are_fp32():
     assert found.query.dtype == found.key.dtype == torch.bfloat16
 
 
+def test_a_norm_that_answers_in_fp32_as_under_autocast_leaves_the_keys_dtype():
+    layer = build(dsa_config(), torch.bfloat16)
+    layer.core_attention.indexer.k_norm.register_forward_hook(lambda module, args, output: output.float())
+    found = indexed_by(layer, torch.randn(LENGTH, 1, 64, dtype=torch.bfloat16))
+    assert found.query.dtype == found.key.dtype == torch.bfloat16
+
+
 def test_state_dict_is_the_dense_one_and_five_indexer_keys():
     dense = set(build(tiny()).state_dict())
     own = {"linear_wq_b.weight", "linear_wk.weight", "k_norm.weight", "k_norm.bias", "linear_weights_proj.weight"}

@@ -7,8 +7,11 @@ from functools import partial
 import pytest
 import torch
 
-from mla_attention.dsa.loss import attach_loss
+from mla_attention import PackedSeqParams
+from mla_attention.communication import Communication
+from mla_attention.dsa.loss import attach_loss, indexer_loss
 from mla_attention.fusions import reference
+from mla_attention.token_layout import TokenLayout
 from tests.mla_attention.dsa.oracle import build, dsa_config, oracle
 
 LENGTH, BATCH, COEFF = 24, 2, 0.3
@@ -114,6 +117,21 @@ def test_attaching_leaves_values_and_gradients():
     (result * direction).sum().backward()
     assert torch.equal(output.grad, direction)
     assert loss.grad.item() == 0.5
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_rows_without_a_token_count_nowhere(per_token):
+    packed = PackedSeqParams([0, 2, 3], cu_seqlens_q_padded=[0, 4, 6])
+    tokens = TokenLayout(1, 7, *torch.zeros(2, 4, 1, 1, 16), packed=packed)
+    held, config = [0, 1, 4], dsa_config(dsa_indexer_loss_coeff=COEFF, calculate_per_token_loss=per_token)
+    divergence = torch.full((1, 7), torch.nan, dtype=torch.float64)
+    divergence[0, held] = torch.tensor([1.0, 2.0, 6.0], dtype=torch.float64)
+    loss = indexer_loss(divergence.requires_grad_(), tokens, config, Communication())
+    assert loss.item() == pytest.approx(COEFF * (9.0 if per_token else 3.0), rel=1e-15)
+    loss.backward()
+    expected = torch.zeros(1, 7, dtype=torch.float64)
+    expected[0, held] = COEFF if per_token else COEFF / 3
+    torch.testing.assert_close(divergence.grad, expected)
 
 
 OFF = {
