@@ -19,6 +19,7 @@ from torch import Tensor
 DEVICE = "cuda"
 KV_RANK, ROPE_DIM, INDEX_WIDTH = 512, 64, 128
 GATE_ROWS = 128
+SCORE_SHAPES = ((32, 2048, 32768), (64, 2048, 32768), (32, 8192, 8192), (32, 4096, 4096))  # the last two: for the KL
 Pairs = list[tuple[Tensor, Tensor]]
 
 
@@ -249,15 +250,18 @@ def kl_cases(index_heads: int, heads: int, tokens: int = 8192, topk: int | None 
 def deterministic_algorithms() -> Iterator[None]:
     """Run with torch's deterministic algorithms, then restore the setting."""
     before = torch.are_deterministic_algorithms_enabled()
+    filling = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid that would be timed
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before)
+        torch.utils.deterministic.fill_uninitialized_memory = filling
 
 
 GROUPS: dict[str, Callable[[], Iterator[KernelCase]]] = {
-    "scores": lambda: (scores_case(h, t, s) for h, t, s in ((32, 2048, 32768), (64, 2048, 32768), (32, 8192, 8192))),
+    "scores": lambda: (scores_case(h, t, s) for h, t, s in SCORE_SHAPES),
     "topk": lambda: (topk_case(t, s) for t, s in ((2048, 32768), (4096, 131072))),
     "indexer_topk": lambda: (indexer_topk_case(32, t) for t in (32768,)),
     "sparse": lambda: (case for heads in (64, 128, 16) for case in sparse_cases(heads)),
