@@ -50,7 +50,7 @@ def build_parser() -> OneLineParser:
 
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=_positive, help="training steps (tiny: 150, GPU: 100, CPU: 5)")
-    training.add_argument("--lr", type=float, help="peak learning rate (default: 0.4 / hidden size)")
+    training.add_argument("--lr", type=float, help="peak learning rate (default: 0.2 / hidden size)")
     training.add_argument(
         "--seed", type=int, default=0, help="of weights and data; the same seed gives the same losses"
     )
@@ -61,7 +61,6 @@ def build_parser() -> OneLineParser:
         choices=["up_proj", "block"],
         help="recompute in backward: the up projections (default) or whole blocks",
     )
-    training.add_argument("--compile", action="store_true", help="torch.compile the model")
     training.add_argument("--device", default=None, help="cpu or cuda (default: cuda where there is one)")
 
     ranks = parser.add_argument_group("ranks (under torchrun)")
@@ -104,19 +103,20 @@ def resolve(args: argparse.Namespace) -> torch.device:
 
 
 def build_config(args: argparse.Namespace) -> MLAConfig:
-    """The preset's layer with the options applied.
+    """The preset's layer with the options applied; sets `args.mode` to the preset's where not given.
 
     Raises:
         ConfigError, ValueError: naming the field or option, what was given and what is allowed.
     """
+    preset = get_preset(args.preset)
     overrides: dict[str, object] = {
         "num_layers": args.layers,
+        "init_method_std": 0.4 * preset.hidden_size**-0.5,  # the same first loss at any width, close to ln 256
         "apply_rope_fusion": args.fused_rope,
         "recompute_up_proj": args.recompute == "up_proj",
     }
-    variant = get_preset(args.preset).experimental_attention_variant
-    mode = args.mode or ("dense" if variant is None else "sparse")
-    if mode == "dense":
+    args.mode = args.mode or ("dense" if preset.experimental_attention_variant is None else "sparse")
+    if args.mode == "dense":
         if args.indexer_loss_coeff is not None:
             raise ValueError(
                 "--indexer-loss-coeff: given with dense attention, allowed with --mode dense_warmup|sparse"
@@ -129,13 +129,13 @@ def build_config(args: argparse.Namespace) -> MLAConfig:
             "dsa_indexer_head_dim": 64,
             "dsa_indexer_topk": max(args.seq_len // 4, 1),
         }
-    elif variant is None:
-        raise ValueError(f"--mode: given {mode} for {args.preset}, which has no indexer; allowed is dense")
+    elif preset.experimental_attention_variant is None:
+        raise ValueError(f"--mode: given {args.mode} for {args.preset}, which has no indexer; allowed is dense")
     return get_preset(
         args.preset,
-        dsa_mode=mode,
+        dsa_mode=args.mode,
         dsa_indexer_loss_coeff=1.0 if args.indexer_loss_coeff is None else args.indexer_loss_coeff,
-        dsa_indexer_use_sparse_loss=mode == "sparse",
+        dsa_indexer_use_sparse_loss=args.mode == "sparse",
         **overrides,
     )
 

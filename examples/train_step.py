@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 class MasterWeightAdamW:
     """AdamW on fp32 copies of the parameters: bf16 steps smaller than half an ulp are not lost.
 
-    fp32 parameters are stepped directly. The learning rate rises over the first tenth of the steps, then falls along a
-    cosine to a tenth of its peak.
+    fp32 parameters are stepped directly. The learning rate rises over the first tenth of the steps (at least five), then
+    falls along a cosine to a tenth of its peak.
     """
 
     def __init__(self, parameters: list[nn.Parameter], *, lr: float, steps: int) -> None:
@@ -49,7 +49,7 @@ class MasterWeightAdamW:
             kinds.setdefault(master.device_mesh if isinstance(master, DTensor) else None, []).append(master)
         groups = [{"params": group} for group in kinds.values()]
         self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-        warmup = max(steps // 10, 1)
+        warmup = max(steps // 10, 5)
 
         def factor(step: int) -> float:
             if step < warmup:
@@ -112,7 +112,7 @@ def train(
             speed = tokens * (step - logged) / (now - since)
             logged, since = step, now
             progress.set_postfix_str(
-                f"loss {value:.4f}, {speed:,.0f} tokens/s, peak {peak_memory():.2f} GiB", refresh=False
+                f"loss={value:.4f}, {speed:,.0f} tokens/s, peak {peak_memory():.2f} GiB", refresh=False
             )
             report(step, value, speed)
     return torch.stack(losses).tolist()
@@ -168,7 +168,7 @@ def build(args: argparse.Namespace) -> tuple[ByteLanguageModel, BatchSource, Ran
     """
     device = resolve(args)
     config = build_config(args)
-    args.lr = args.lr or 0.4 / config.hidden_size
+    args.lr = args.lr or 0.2 / config.hidden_size
     args.indexer_only = config.experimental_attention_variant == "dsa" and config.dsa_mode == "dense_warmup"
     check_plot(args.plot)
     text = load_text(args.data)
@@ -193,8 +193,6 @@ def build(args: argparse.Namespace) -> tuple[ByteLanguageModel, BatchSource, Ran
     parallelize_model(model, ranks)
     if args.indexer_only:
         model.train_only_indexers()
-    if args.compile:
-        model.compile()
     return model, batches, ranks
 
 
@@ -217,7 +215,7 @@ def main(argv: list[str] | None = None) -> None:
             board.add_scalar("loss", loss, step)
             board.add_scalar("tokens_per_second", speed, step)
 
-    title = f"{args.preset}, {args.layers} layer(s)"
+    title = f"{args.preset}, {args.layers} layer(s), {args.mode}"
     tokens = args.seq_len * args.batch_size * ranks.dp
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     say(f"{title}: {millions:.1f}M parameters, {args.dtype}, {args.steps} steps of {tokens:,} tokens")
