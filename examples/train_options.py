@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NoReturn
 
 import torch
+
 from mla_attention.configs import PRESETS, MLAConfig, get_preset
 
 # The tiny model trains in under a minute on a CPU; a full-size layer fills a GPU, and on a CPU shows that it runs.

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class MasterWeightAdamW:
     """AdamW on fp32 copies of the parameters: bf16 steps smaller than half an ulp are not lost.
 
-    fp32 parameters are stepped directly. The learning rate rises over the first tenth of the steps (at least five), then
+    fp32 parameters are stepped directly. The rate rises over the first tenth of the steps (five at least), then
     falls along a cosine to a tenth of its peak.
     """
 
