@@ -86,8 +86,10 @@ class RotaryEmbedding:
             torch.cat([sin[first : first + chunk], sin[second : second + chunk]]),
         )
 
-    def _key(self) -> tuple:
-        return (type(self).__name__, *sorted(vars(self).items()))
+    @property
+    def key(self) -> tuple:
+        """Everything that the tables depend on; equal keys share a table."""
+        return ("rope", self.dim, self.base)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in vars(self).items())})"
@@ -140,6 +142,12 @@ class YarnRotaryEmbedding(RotaryEmbedding):
         self.mscale_all_dim = float(mscale_all_dim)
         self.truncate = truncate
         self.attention_factor = attention_factor
+
+    @property
+    def key(self) -> tuple:
+        """Everything that the tables depend on; equal keys share a table."""
+        ramp = (self.factor, self.original_max_position_embeddings, self.beta_fast, self.beta_slow, self.truncate)
+        return ("yarn", self.dim, self.base, *ramp, self.amplitude)
 
     @property
     def amplitude(self) -> float:  # type: ignore[override]
@@ -225,7 +233,7 @@ def _shared_table(rotary: RotaryEmbedding, length: int, device: torch.device) ->
     """The table of at least `length` positions for these parameters on this device, built or grown on demand."""
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    key = (rotary._key(), device)
+    key = (*rotary.key, device)
     table = _TABLES.get(key)
     if table is not None and table[0].shape[0] >= length:
         return table

@@ -52,6 +52,14 @@ def test_without_validation_nothing_is_read_on_the_host():
     assert packed.longest_rows == 2
 
 
+def test_offsets_rewritten_in_place_are_read_anew_where_the_host_never_read_them():
+    cu = offsets(0, 2, 4)
+    packed = PackedSeqParams(cu, max_seqlen_q=8, validate=False)
+    assert packed.token_rows(8).sum() == 4
+    cu.copy_(offsets(0, 3, 7))
+    assert packed.token_rows(8).sum() == 7
+
+
 GOOD = offsets(0, 3, 8)
 
 
