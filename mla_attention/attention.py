@@ -32,7 +32,8 @@ from mla_attention.packed import PackedSeqParams
 from mla_attention.qk_clip import clip_projections
 from mla_attention.recompute import with_recomputed_operands
 from mla_attention.rotary import build_rotary, softmax_scale
-from mla_attention.token_layout import TokenLayout, row_positions
+from mla_attention.token_layout import TokenLayout, row_positions, without_padding
+from mla_attention.zigzag import check_divisible, key_order
 
 
 def should_use_fused_mla_rope(config: MLAConfig) -> bool:
@@ -110,6 +111,7 @@ class MLASelfAttention(nn.Module):
             from mla_attention.dsa.sparse_attention import SparseAttention
 
             self.core_attention = SparseAttention(config, self.softmax_scale, dense=self.core_attention, layers=layers)
+        self.comm.attach(self)
         if device is not None and torch.device(device).type == "cuda":
             self.core_attention.check(torch.device(device), packed=False)
 
@@ -132,9 +134,11 @@ class MLASelfAttention(nn.Module):
             attention_mask: bool broadcastable to `[B, 1, S, S]`, True = masked, combined with causality.
             packed_seq_params: offsets of packed sequences; rows that hold no token give exact zeros.
             position_ids: integers `[S]`, `[B, S]`, packed `[T]`; they change the rotation only, never causality. On a
-                GPU their largest value is read once on the host.
+                GPU their largest value is read once on the host. Under sequence parallelism those of the rank's slice,
+                or of all rows of the tensor-parallel group.
             topk_indices: int32 or int64 `[B, S, k]`, packed `[1, T, k]`: keys that each query attends to, -1 in unused
-                slots (dsa only; the layer's own indexer is then not asked).
+                slots (dsa only; the layer's own indexer is then not asked). Rows are those of the tensor-parallel
+                group, keys count in the global order of the context-parallel ranks, as in `aux.topk_indices`.
             cache: past tokens; the new ones are appended. Entries are detached.
             return_aux: also return an `AttentionAux`. The indexer loss is then returned, not attached to the output.
 
@@ -147,6 +151,7 @@ class MLASelfAttention(nn.Module):
         tokens = self._token_layout(hidden_states, attention_mask, packed_seq_params, position_ids, cache)
         hidden = self._enter(hidden_states, tokens)
         q_latent, kv_latent, k_pe = self._project_down(hidden)
+        kv_latent, k_pe = self._key_latents(kv_latent, k_pe, tokens)
         if self.config.experimental_attention_variant == "dsa":
             context, aux = self._attend_sparse(
                 hidden, q_latent, kv_latent, k_pe, tokens, topk_indices, cache, return_aux
@@ -154,7 +159,7 @@ class MLASelfAttention(nn.Module):
         else:
             refuse_topk_indices(topk_indices)
             context, aux = self._attend_dense(q_latent, kv_latent, k_pe, tokens, cache, return_aux)
-        output = self._leave(self.linear_proj(context.flatten(-2)), hidden_states, tokens)
+        output = self._leave(context, tokens)
         bias = self.linear_proj.local_bias()
         return (output, bias, aux) if return_aux else (output, bias)
 
@@ -176,8 +181,9 @@ class MLASelfAttention(nn.Module):
         q_latent, kv_latent, k_pe = self._project_down(self._enter(hidden_states, tokens))
         q_compressed = None if self.config.q_lora_rank is None else q_latent
         if self.config.experimental_attention_variant == "dsa":
-            return (*self._absorb(q_latent, kv_latent, k_pe, tokens), None, q_compressed, kv_latent)
-        return (*self._expand(q_latent, kv_latent, k_pe, tokens), q_compressed, kv_latent)
+            absorbed = self._absorb(q_latent, *self._key_latents(kv_latent, k_pe, tokens), tokens)
+            return (*absorbed, None, q_compressed, kv_latent)
+        return (*self._expand(q_latent, *self._key_latents(kv_latent, k_pe, tokens), tokens), q_compressed, kv_latent)
 
     @torch.no_grad()
     def clip_qk(self, max_logits: Tensor, threshold: float | None = None, alpha: float | None = None) -> None:
@@ -215,6 +221,11 @@ class MLASelfAttention(nn.Module):
         kv_latent, k_pe = kv.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         return self.comm.to_heads(q_latent, self.kv_layernorm(kv_latent), k_pe)
 
+    def _key_latents(self, kv_latent: Tensor, k_pe: Tensor, tokens: TokenLayout) -> tuple[Tensor, Tensor]:
+        """Latents of all keys, gathered over context-parallel ranks: Rkv+Dr channels a token, not keys and values."""
+        kv_latent, k_pe = self.comm.to_all_keys(kv_latent, k_pe, order=tokens.order)
+        return kv_latent, k_pe
+
     def _attend_dense(
         self,
         q_latent: Tensor,
@@ -230,7 +241,7 @@ class MLASelfAttention(nn.Module):
 
         def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             if return_aux and self.config.qk_clip:
-                largest.append(largest_logits(query, key, self.softmax_scale, tokens))
+                largest.append(self.comm.max_over_context(largest_logits(query, key, self.softmax_scale, tokens)))
             return self.core_attention(query, key, value, tokens)
 
         context = self._with_operands(self._expand, core, (q_latent, kv_latent, k_pe), tokens)
@@ -254,7 +265,7 @@ class MLASelfAttention(nn.Module):
             tokens,
             expanded=lambda core: self._with_operands(self._expand, core, latents, tokens),
             absorbed=lambda core: up_project_value(
-                self._with_operands(self._absorb, core, latents, tokens), self._up_projections()[1]
+                self._with_operands(self._absorb, core, latents, tokens), self._value_up()
             ),
             absorb=lambda: self._absorb(*latents, tokens),
             comm=self.comm,
@@ -279,7 +290,7 @@ class MLASelfAttention(nn.Module):
         latent = latent_attention(
             query, cache.keys[: cache.length], first, self.softmax_scale, self.config.kv_lora_rank
         )
-        return up_project_value(latent, self._up_projections()[1])
+        return up_project_value(latent, self._value_up())
 
     def _with_operands(
         self,
@@ -304,19 +315,30 @@ class MLASelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated query and key `[.., n, Dn+Dr]` and value `[.., n, Dv]`."""
         query = self._rotate_query(self._query(q_latent), tokens)
-        key, value = self.assemble(kv_latent, k_pe, self.linear_kv_up_proj, tokens)
+        key, value = self.assemble(kv_latent, k_pe, self.linear_kv_up_proj, tokens.keys)
         return query, key, value
 
     def _absorb(self, q_latent: Tensor, kv_latent: Tensor, k_pe: Tensor, tokens: TokenLayout) -> tuple[Tensor, Tensor]:
         """Absorbed query `[.., n, Rkv+Dr]` and key `[.., 1, Rkv+Dr]`, rotated."""
         q_nope, q_pe = self._query(q_latent).split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
         rope = self.assemble.rope
-        where = (tokens.cos, tokens.sin, tokens.cu_seqlens)
+        keys = tokens.keys
         query = rope.fused_mla_rope_concat(
-            absorb_query(q_nope, self._up_projections()[0]), q_pe, *where, **tokens.rope_arguments()
+            absorb_query(q_nope, self._key_up()),
+            q_pe,
+            tokens.cos,
+            tokens.sin,
+            tokens.cu_seqlens,
+            **tokens.rope_arguments(),
         )
-        kv_latent = kv_latent.to(k_pe.dtype)  # under autocast the norm answers in fp32
-        key = rope.fused_mla_rope_concat(kv_latent.unsqueeze(-2), k_pe.unsqueeze(-2), *where, **tokens.rope_arguments())
+        key = rope.fused_mla_rope_concat(
+            kv_latent.to(k_pe.dtype).unsqueeze(-2),  # under autocast the norm answers in fp32
+            k_pe.unsqueeze(-2),
+            keys.cos,
+            keys.sin,
+            keys.cu_seqlens,
+            **keys.rope_arguments(),
+        )
         return query, key
 
     def _query(self, q_latent: Tensor) -> Tensor:
@@ -340,11 +362,16 @@ class MLASelfAttention(nn.Module):
             **tokens.rope_arguments(),
         )
 
-    def _up_projections(self) -> tuple[Tensor, Tensor]:
-        """k_up `[n, Dn, Rkv]` and v_up `[n, Dv, Rkv]`."""
-        return split_up_projection(
-            self.linear_kv_up_proj.local_weight(), self.config.qk_head_dim, self.config.v_head_dim
-        )
+    def _key_up(self) -> Tensor:
+        """k_up `[n, Dn, Rkv]`."""
+        return self.linear_kv_up_proj.local_weight(lambda w: self._split_up(w)[0])
+
+    def _value_up(self) -> Tensor:
+        """v_up `[n, Dv, Rkv]`."""
+        return self.linear_kv_up_proj.local_weight(lambda w: self._split_up(w)[1])
+
+    def _split_up(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return split_up_projection(weight, self.config.qk_head_dim, self.config.v_head_dim)
 
     # --- the way in and out ---
 
@@ -358,6 +385,7 @@ class MLASelfAttention(nn.Module):
     ) -> TokenLayout:
         check_hidden_states(hidden_states, self.config.hidden_size, self.linear_kv_down_proj.weight.dtype)
         device, batch = hidden_states.device, hidden_states.shape[1]
+        self.comm.check_alike(hidden_states)
         rows = self.comm.rows_after_gather(hidden_states.shape[0])
         key_rows, cp_size = rows * self.comm.cp_size, self.comm.cp_size
         first = 0
@@ -367,36 +395,57 @@ class MLASelfAttention(nn.Module):
         check_combination(attention_mask, packed, cache, self.config, batch, rows, cp_size)
         if packed is not None:
             packed.check_rows(key_rows, device)
-        self.core_attention.check(device, packed=packed is not None)
+        check_divisible("hidden_states", key_rows, cp_size, packed)
+        self.core_attention.check(device, packed=packed is not None, cp_size=cp_size)
 
-        positions = None
+        order = None if cp_size == 1 else key_order(key_rows, cp_size, packed, device)
+        positions = key_positions = None
         length = max(packed.longest_rows, 1) if packed is not None else first + key_rows  # rows of padding read row 0
         if position_ids is not None:
-            positions = row_positions(position_ids, rows, batch, packed is not None)
-            length = max(length, int(positions.max()) + 1 if positions.numel() else 0)
+            positions = self._row_positions(position_ids, hidden_states, rows, packed is not None)
+            key_positions = self._by_row(positions, rows, lambda p: self.comm.to_all_keys(p, order=order))
+            length = max(length, int(key_positions.max()) + 1 if key_positions.numel() else 0)
         elif first:
             positions = torch.arange(first, first + rows, device=device)
-        uncut = packed is not None or positions is not None
-        cos, sin = self.rotary.cos_sin(length, device=device, cp_rank=self.comm.cp_rank, cp_size=cp_size, packed=uncut)
+        batch = 1 if packed is not None else batch
+        cos, sin = self.rotary.cos_sin(length, device=device)
+        if cp_size == 1:
+            return TokenLayout(batch, rows, cos, sin, packed, positions, attention_mask)
+        keys = TokenLayout(batch, key_rows, cos, sin, packed, key_positions)
+        if packed is None and positions is None:
+            cos, sin = self.rotary.cos_sin(length, device=device, cp_rank=self.comm.cp_rank, cp_size=cp_size)
         return TokenLayout(
-            1 if packed is not None else batch,
-            rows,
-            cos,
-            sin,
-            packed,
-            positions,
-            attention_mask,
-            self.comm.cp_rank,
-            cp_size,
+            batch, rows, cos, sin, packed, positions, None, self.comm.cp_rank, cp_size, gathered=keys, order=order
         )
+
+    def _row_positions(self, position_ids: Tensor, hidden_states: Tensor, rows: int, packed: bool) -> Tensor:
+        """Rotary positions of all rows of the head-sharded region, given for these or for the rank's hidden states."""
+        given, batch = hidden_states.shape[:2]
+        if given == rows or position_ids.shape[-1:] != (given,):
+            return row_positions(position_ids, rows, batch, packed)
+        own = row_positions(position_ids, given, batch, packed)
+        return self._by_row(own, given, self.comm.to_every_rank)
+
+    def _by_row(self, positions: Tensor, rows: int, gather: Callable[[Tensor], tuple[Tensor, ...]]) -> Tensor:
+        """Positions `[rows]` or `[rows * B]` gathered as rows."""
+        return gather(positions.view(rows, positions.numel() // rows))[0].flatten() if rows else positions
 
     def _enter(self, hidden_states: Tensor, tokens: TokenLayout) -> Tensor:
         """Hidden states `[S, B, H]` or `[T, H]`, zero where a row holds no token."""
         hidden = hidden_states if tokens.packed is None else hidden_states.squeeze(1)
-        return tokens.without_padding(hidden)
+        return without_padding(hidden, self._token_rows(tokens))
 
-    def _leave(self, output: Tensor, hidden_states: Tensor, tokens: TokenLayout) -> Tensor:
-        return tokens.without_padding(self.comm.from_heads(output)).view(hidden_states.shape)
+    def _leave(self, context: Tensor, tokens: TokenLayout) -> Tensor:
+        """Output `[S, B, H]` or `[T, 1, H]` of the context `[.., n, Dv]`, zero where a row holds no token."""
+        context = context.flatten(-2)
+        if tokens.packed is not None:
+            context = context.unsqueeze(1)
+        return without_padding(self.comm.from_heads(self.linear_proj(context)), self._token_rows(tokens))
+
+    def _token_rows(self, tokens: TokenLayout) -> Tensor | None:
+        """Which of the rank's rows of hidden states hold a token; None where all do."""
+        keep = tokens.token_rows()
+        return None if keep is None else self.comm.own_slice(keep)
 
     def extra_repr(self) -> str:
         rope = "fused" if should_use_fused_mla_rope(self.config) else "unfused"

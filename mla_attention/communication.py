@@ -8,13 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+
+from mla_attention.zigzag import KeyOrder
 
 
 @dataclass(frozen=True)
 class Communication:
-    """The steps between ranks of one attention layer; this class is the single rank, where each is the identity."""
+    """The steps between ranks of one attention layer; this class is the single rank, where each is the identity.
+
+    Tensors `[rows, ..]` have the sequence axis first. Under sequence parallelism a rank of the tensor-parallel group
+    holds a slice of the rows outside the head-sharded region and all of them inside it.
+    """
 
     tp_rank: int = 0
     tp_size: int = 1
@@ -24,12 +30,25 @@ class Communication:
 
     @staticmethod
     def of_groups(tp_group: ProcessGroup | None, cp_group: ProcessGroup | None) -> Communication:
-        """The steps over these process groups."""
+        """The steps over these process groups.
+
+        Raises:
+            ValueError: for groups that do not contain this process, or that share another rank than this one.
+        """
         if tp_group is None and cp_group is None:
-            return Communication()
+            return ONE_RANK
         from mla_attention.parallel.group_communication import GroupCommunication
 
-        return GroupCommunication.of_groups(tp_group, cp_group)
+        return GroupCommunication.over(tp_group, cp_group)
+
+    @property
+    def tp_group(self) -> ProcessGroup | None:
+        """The tensor-parallel group; None where there is one rank."""
+        return None
+
+    def attach(self, layer: nn.Module) -> None:
+        """Let the layer's parameters sum their gradients over the ranks that each see a part of the tokens."""
+        return
 
     def heads_of_rank(self, heads: int) -> int:
         """Heads that this rank holds.
@@ -43,9 +62,24 @@ class Communication:
             )
         return heads // self.tp_size
 
+    def check_alike(self, hidden_states: Tensor) -> None:
+        """Refuse, on every rank, hidden states of which the ranks hold different numbers of rows.
+
+        Raises:
+            ValueError: naming the rows of each rank and what is allowed.
+        """
+        return
+
     def rows_after_gather(self, rows: int) -> int:
         """Rows of the sequence axis inside the head-sharded region, for `rows` rows of hidden states."""
         return rows * self.tp_size if self.sequence_parallel else rows
+
+    def own_slice(self, rows: Tensor) -> Tensor:
+        """This rank's hidden-state rows of something `[rows, ..]` known for all rows of the head-sharded region."""
+        if not self.sequence_parallel:
+            return rows
+        own = rows.shape[0] // self.tp_size
+        return rows[self.tp_rank * own : (self.tp_rank + 1) * own]
 
     def to_heads(self, *latents: Tensor) -> tuple[Tensor, ...]:
         """Latents `[rows, .., R]` on their way into the head-sharded region: gathered along the sequence under
@@ -56,6 +90,22 @@ class Communication:
         """Partial outputs `[S, .., H]` of the row-sharded projection, summed over the tensor-parallel ranks."""
         return output
 
-    def to_all_keys(self, *latents: Tensor) -> tuple[Tensor, ...]:
+    def to_every_rank(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Tensors `[rows, .., D]` that every tensor-parallel rank uses in the same way: gathered along the sequence
+        under sequence parallelism; the gradient, the same on every rank, is not summed."""
+        return tensors
+
+    def to_all_keys(self, *latents: Tensor, order: KeyOrder | None) -> tuple[Tensor, ...]:
         """Per-token key latents `[S/cp, .., R]`, gathered over context-parallel ranks into global order."""
         return latents
+
+    def sum_over_context(self, value: Tensor) -> Tensor:
+        """The sum of each context-parallel rank's value; the gradient passes as it is."""
+        return value
+
+    def max_over_context(self, value: Tensor) -> Tensor:
+        """The largest of the context-parallel ranks' values, without a gradient."""
+        return value
+
+
+ONE_RANK = Communication()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class AttentionAux:
+class AttentionAux(NamedTuple):
     """Auxiliary results of one `MLASelfAttention.forward(..., return_aux=True)`.
+
+    A tuple, so that whoever walks a module's outputs (FSDP's hooks, say) finds the loss in it.
 
     Attributes:
         indexer_loss: scalar, its coefficient applied, fp32; None where there is none to train on.

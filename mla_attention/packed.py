@@ -9,6 +9,7 @@ attention layer as exact zeros and take no gradient.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,6 +70,7 @@ class PackedSeqParams:
         if self.host_offsets is not None:
             self.longest_rows = max((end - start for start, end in pairwise(self.host_offsets)), default=0)
         self._token_rows: dict[tuple, Tensor] = {}
+        self.key_orders: dict[tuple, Any] = {}  # of context parallelism (zigzag.key_order), by its arguments
 
     @property
     def row_offsets(self) -> Tensor:
@@ -111,15 +113,21 @@ class PackedSeqParams:
         return sequence, row - starts[sequence.clamp(max=self.num_sequences)]
 
     def token_rows(self, rows: int) -> Tensor:
-        """Bool `[rows]`: which rows hold a token. Computed once for each row count and shared by all layers."""
+        """Bool `[rows]`: which rows hold a token.
+
+        Computed once for each row count and shared by all layers, where the host has checked the offsets. Offsets that
+        the host never read may be rewritten in place (in a captured CUDA graph, say), so they are read each time.
+        """
         key = (rows, self.cu_seqlens_q.device)
-        if key not in self._token_rows:
-            sequence, offset = self.sequence_of_row(rows)
-            lengths = torch.cat(
-                [self.cu_seqlens_q.diff().to(torch.int64), self.cu_seqlens_q.new_zeros(1, dtype=torch.int64)]
-            )
-            self._token_rows[key] = offset < lengths[sequence]
-        return self._token_rows[key]
+        known = self._token_rows.get(key)
+        if known is not None:
+            return known
+        sequence, offset = self.sequence_of_row(rows)
+        lengths = self.cu_seqlens_q.diff().to(torch.int64)
+        keep = offset < torch.cat([lengths, lengths.new_zeros(1)])[sequence]
+        if self.host_offsets is not None:
+            self._token_rows[key] = keep
+        return keep
 
     def _check_alike(self) -> None:
         for name in ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):

@@ -5,12 +5,13 @@ Built once at the start of a forward and handed to every later step, so that non
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mla_attention.packed import PackedSeqParams
+from mla_attention.zigzag import KeyOrder
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,9 @@ class TokenLayout:
         position_ids: rotary position of each row, int `[rows]` or `[rows * B]` in row order, or None for the default.
         attention_mask: bool broadcastable to `[B, 1, S, S]`, True = masked, or None.
         cp_rank, cp_size: the context-parallel shard that `rows` are.
+        gathered: layout of the keys where they are not the same rows: those of all context-parallel ranks in global
+            order, with uncut tables; None with one rank.
+        order: the permutation that brings the rows of all context-parallel ranks into global order; None with one rank.
         key_rows: length of the key axis: rows * cp_size.
     """
 
@@ -37,6 +41,13 @@ class TokenLayout:
     attention_mask: Tensor | None = None
     cp_rank: int = 0
     cp_size: int = 1
+    gathered: TokenLayout | None = None
+    order: KeyOrder | None = None
+
+    @property
+    def keys(self) -> TokenLayout:
+        """Layout of the key axis."""
+        return self if self.gathered is None else self.gathered
 
     @property
     def key_rows(self) -> int:
@@ -60,20 +71,24 @@ class TokenLayout:
         """Bool `[rows]`: rows that hold a token; None where all do."""
         if self.packed is None or not self.packed.has_padding(self.key_rows):
             return None
-        return self.packed.token_rows(self.key_rows)
+        keep = self.packed.token_rows(self.key_rows)
+        index = self.row_index()
+        return keep if index is None else keep[index]
 
-    def without_padding(self, rows: Tensor) -> Tensor:
-        """`rows` `[rows, ...]` with exact zeros, and zero gradients, in the rows that hold no token."""
-        keep = self.token_rows()
-        if keep is None:
-            return rows
-        return torch.where(
-            keep.view(-1, *[1] * (rows.dim() - 1)), rows, torch.zeros((), dtype=rows.dtype, device=rows.device)
-        )
+    def row_index(self) -> Tensor | None:
+        """Place of each row on the key axis, int64 `[rows]`; None where they are the same rows."""
+        if self.order is None:
+            return None
+        return self.order.rows[self.cp_rank * self.rows : (self.cp_rank + 1) * self.rows]
 
-    def for_keys(self, cos: Tensor, sin: Tensor, position_ids: Tensor | None) -> TokenLayout:
-        """The layout of the gathered keys, in global order, with uncut tables."""
-        return replace(self, rows=self.key_rows, cos=cos, sin=sin, position_ids=position_ids, cp_rank=0, cp_size=1)
+
+def without_padding(rows: Tensor, keep: Tensor | None) -> Tensor:
+    """`rows` `[rows, ...]` with exact zeros, and zero gradients, where `keep` `[rows]` is False; None keeps all."""
+    if keep is None:
+        return rows
+    return torch.where(
+        keep.view(-1, *[1] * (rows.dim() - 1)), rows, torch.zeros((), dtype=rows.dtype, device=rows.device)
+    )
 
 
 def row_positions(position_ids: Tensor, rows: int, batch_size: int, packed: bool) -> Tensor:

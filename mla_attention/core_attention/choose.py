@@ -8,6 +8,7 @@
 | others | sdpa | sdpa where the lengths are known, else reference |
 
 Packed sequences go through sdpa one by one, so the host must know their lengths (`PackedSeqParams(validate=True)`).
+Under context parallelism sdpa serves both layouts, flex or reference a pack whose lengths the host does not know.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ class AutoAttention(CoreAttention):
     """Serves each forward with the back end that the rule above names for its device and layout."""
 
     name = "auto"
+    context_parallel = True
 
     def __init__(self, qk_dim: int, v_dim: int, scale: float, dropout: float = 0.0) -> None:
         super().__init__(qk_dim, v_dim, scale, dropout)
@@ -52,6 +54,8 @@ class AutoAttention(CoreAttention):
         if packed is None:
             return "sdpa"
         known = packed.host_offsets is not None
+        if tokens.cp_size > 1:
+            return "sdpa" if known else "flex" if device.type == "cuda" else "reference"
         if device.type != "cuda":
             return "sdpa" if known else "reference"
         if known and packed.host_offsets[-1] >= _LONG_SEQUENCE * max(packed.num_sequences, 1):

@@ -14,8 +14,11 @@ class EagerAttention(CoreAttention):
     """softmax(q k^T * scale) v by two einsums, in fp32 at least; holds all `[B, n, S, S]` weights at once."""
 
     name = "reference"
+    context_parallel = True
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tokens: TokenLayout) -> Tensor:
+        if tokens.cp_size > 1:
+            return self._attend_shard(query, key, value, tokens)
         if tokens.packed is None:
             masked = causal_mask(query.shape[0], query.device)
             if tokens.attention_mask is not None:
@@ -27,6 +30,12 @@ class EagerAttention(CoreAttention):
             masked = causal_mask(tokens.rows, query.device) | (sequence[:, None] != sequence[None, :])
             return self._attend(query[:, None], key[:, None], value[:, None], masked)[:, 0]
         return by_sequence(query, key, value, lengths, self._attend_sequence)
+
+    def _attend_shard(self, query: Tensor, key: Tensor, value: Tensor, tokens: TokenLayout) -> Tensor:
+        masked = shard_mask(tokens)
+        if tokens.packed is None:
+            return self._attend(query, key, value, masked)
+        return self._attend(query[:, None], key[:, None], value[:, None], masked)[:, 0]
 
     def _attend_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         masked = causal_mask(query.shape[0], query.device)
@@ -43,6 +52,18 @@ class EagerAttention(CoreAttention):
 def causal_mask(rows: int, device: torch.device) -> Tensor:
     """Bool `[rows, rows]`, True where the key lies after the query."""
     return torch.ones(rows, rows, dtype=torch.bool, device=device).triu(1)
+
+
+def shard_mask(tokens: TokenLayout) -> Tensor:
+    """Bool `[rows, keys]` of a context-parallel shard, True where the key is later or in another sequence."""
+    row = tokens.row_index()
+    if row is None:
+        raise ValueError(f"tokens: given cp_size {tokens.cp_size}, allowed are sizes above 1")
+    masked = torch.arange(tokens.key_rows, device=row.device) > row[:, None]
+    if tokens.packed is None:
+        return masked
+    sequence, _ = tokens.packed.sequence_of_row(tokens.key_rows)
+    return masked | (sequence[row][:, None] != sequence) | (sequence == tokens.packed.num_sequences)
 
 
 def masked_softmax(logits: Tensor, masked: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ class FlexAttention(CoreAttention):
     """flex_attention on `[B, n, S, D]` views; packed sequences are one row of documents."""
 
     name = "flex"
+    context_parallel = True
 
     def refusal(self, device: torch.device, *, packed: bool) -> str | None:
         if self.dropout:
@@ -42,7 +43,17 @@ class FlexAttention(CoreAttention):
 
     def _block_mask(self, tokens: TokenLayout, device: torch.device) -> BlockMask:
         batch, rows = None, tokens.rows
-        if tokens.packed is not None:
+        if tokens.cp_size > 1:
+            row = tokens.row_index()
+            sequence = None
+            if tokens.packed is not None:
+                sequence, _ = tokens.packed.sequence_of_row(tokens.key_rows)
+
+            def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+                causal = row[q] >= k
+                return causal if sequence is None else causal & (sequence[row[q]] == sequence[k])
+
+        elif tokens.packed is not None:
             sequence, _ = tokens.packed.sequence_of_row(rows)
 
             def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -60,4 +71,4 @@ class FlexAttention(CoreAttention):
             def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
                 return q >= k
 
-        return create_block_mask(allowed, batch, None, rows, rows, device=device)
+        return create_block_mask(allowed, batch, None, rows, tokens.key_rows, device=device)

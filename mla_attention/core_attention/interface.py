@@ -22,6 +22,7 @@ class CoreAttention(nn.Module):
     """
 
     name = ""
+    context_parallel = False  # whether `forward` serves a shard of the rows against the keys of all ranks
 
     def __init__(self, qk_dim: int, v_dim: int, scale: float, dropout: float = 0.0) -> None:
         super().__init__()
@@ -36,7 +37,8 @@ class CoreAttention(nn.Module):
 
         Args:
             query, key: `[S, B, n, Dq]`, packed `[T, n, Dq]`; value the same with Dv, any strides with a unit last one.
-            tokens: the layout of the rows.
+                Under context parallelism query has the rank's rows, key and value those of all ranks in global order.
+            tokens: the layout of the query's rows.
 
         Returns:
             `[S, B, n, Dv]`, packed `[T, n, Dv]`, in the dtype of value.
@@ -46,13 +48,15 @@ class CoreAttention(nn.Module):
         """Why this back end cannot serve these head dims on this device, or None where it can."""
         return None
 
-    def check(self, device: torch.device, *, packed: bool) -> None:
+    def check(self, device: torch.device, *, packed: bool, cp_size: int = 1) -> None:
         """Raise the refusal.
 
         Raises:
             ValueError: naming back end, head dims, layout and device.
         """
         reason = self.refusal(device, packed=packed)
+        if reason is None and cp_size > 1 and not self.context_parallel:
+            reason = "with context parallelism allowed are 'auto', 'sdpa', 'varlen', 'flex' and 'reference'"
         if reason is not None:
             raise ValueError(
                 f"core_attention_backend: given {self.name!r} for qk dim {self.qk_dim}, v dim {self.v_dim}, "

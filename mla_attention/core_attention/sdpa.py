@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mla_attention.core_attention.eager import causal_mask
 from mla_attention.core_attention.interface import CoreAttention, by_sequence, row_lengths
+from mla_attention.core_attention.zigzag import attend_chunks, attend_with_cudnn, cudnn_serves
 from mla_attention.token_layout import TokenLayout
 
 _ORDER = [
@@ -29,11 +30,16 @@ class SDPAttention(CoreAttention):
     """scaled_dot_product_attention on `[B, n, S, D]` views."""
 
     name = "sdpa"
+    context_parallel = True
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tokens: TokenLayout) -> Tensor:
         if query.shape[0] == 0:
             return value
+        if tokens.cp_size > 1 and not self.dropout_now and cudnn_serves(query, key, value):
+            return attend_with_cudnn(query, key, value, tokens, self.scale)
         with sdpa_kernel(_ORDER, set_priority=True) if query.is_cuda else nullcontext():
+            if tokens.cp_size > 1:
+                return attend_chunks(query, key, value, tokens, self._attend_chunk)
             if tokens.packed is None:
                 return self._attend(query, key, value, tokens.attention_mask)
             lengths = row_lengths(tokens.packed, tokens.rows)
@@ -43,6 +49,14 @@ class SDPAttention(CoreAttention):
                     "on the host; allowed are validate=True, or the backends 'varlen', 'flex' and 'reference'"
                 )
             return by_sequence(query, key, value, lengths, self._attend_sequence)
+
+    def _attend_chunk(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of the rows of the last keys."""
+        before = key.shape[0] - query.shape[0]
+        if before == 0:
+            return self._attend(query, key, value, None)
+        allowed = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device).tril(before)
+        return self._scaled(*(t.permute(1, 2, 0, 3) for t in (query, key, value)), allowed).permute(2, 0, 1, 3)
 
     def _attend_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return self._attend(query[:, None], key[:, None], value[:, None], None)[:, 0]
@@ -54,7 +68,14 @@ class SDPAttention(CoreAttention):
             masked = attention_mask | causal_mask(query.shape[2], query.device)
             none_left = masked.all(-1, keepdim=True)
             allowed = ~masked | none_left  # a row with no key attends to all, and is zeroed below: never NaN
-        output = F.scaled_dot_product_attention(
+        output = self._scaled(query, key, value, allowed)
+        if none_left is not None:
+            output = torch.where(none_left, 0.0, output)
+        return output.permute(2, 0, 1, 3)
+
+    def _scaled(self, query: Tensor, key: Tensor, value: Tensor, allowed: Tensor | None) -> Tensor:
+        """`[B, n, S, Dv]`, causal where no mask says what is allowed."""
+        return F.scaled_dot_product_attention(
             query,
             key,
             value,
@@ -63,6 +84,3 @@ class SDPAttention(CoreAttention):
             is_causal=allowed is None,
             scale=self.scale,
         )
-        if none_left is not None:
-            output = torch.where(none_left, 0.0, output)
-        return output.permute(2, 0, 1, 3)

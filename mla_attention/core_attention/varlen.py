@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mla_attention.core_attention.interface import CoreAttention
+from mla_attention.core_attention.zigzag import attend_chunks
 from mla_attention.token_layout import TokenLayout
 
 _LARGEST_HEAD_DIM = 256  # of the flash kernels that torch ships
@@ -21,6 +22,7 @@ class VarlenAttention(CoreAttention):
     """varlen_attn on `[T, n, D]`; an `[S, B]` batch is B sequences of length S."""
 
     name = "varlen"
+    context_parallel = True
 
     def refusal(self, device: torch.device, *, packed: bool) -> str | None:
         if device.type != "cuda":
@@ -39,18 +41,28 @@ class VarlenAttention(CoreAttention):
         if query.shape[0] == 0:
             return value
         value = F.pad(value, (0, self.qk_dim - self.v_dim))
+        if tokens.cp_size > 1:
+            return attend_chunks(query, key, value, tokens, self._attend_batch)[..., : self.v_dim]
         if tokens.packed is None:
-            rows, batch = query.shape[:2]
-            offsets = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=query.device)
-            flat = [t.transpose(0, 1).reshape(batch * rows, *t.shape[2:]) for t in (query, key, value)]
-            output = self._attend(*flat, offsets, rows).view(batch, rows, *value.shape[2:]).transpose(0, 1)
+            output = self._attend_batch(query, key, value)
         else:
-            output = self._attend(
-                query, key, value, tokens.packed.row_offsets.to(torch.int32), tokens.packed.longest_rows
-            )
+            offsets, longest = tokens.packed.row_offsets.to(torch.int32), tokens.packed.longest_rows
+            output = self._attend(query, key, value, (offsets, offsets), (longest, longest))
         return output[..., : self.v_dim]
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int) -> Tensor:
+    def _attend_batch(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """`[q, B, n, Dv]` of queries `[q, B, n, D]` that are the rows of the last keys `[k, B, n, D]`."""
+        batch, device = query.shape[1], query.device
+        lengths = [t.shape[0] for t in (query, key)]
+        offsets = [torch.arange(0, (batch + 1) * n, n, dtype=torch.int32, device=device) for n in lengths]
+        flat = [t.transpose(0, 1).flatten(0, 1) for t in (query, key, value)]
+        output = self._attend(*flat, tuple(offsets), tuple(lengths))
+        return output.view(batch, -1, *value.shape[2:]).transpose(0, 1)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, offsets: tuple[Tensor, Tensor], longest: tuple[int, int]
+    ) -> Tensor:
+        """Flash attention, whose causal mask is aligned at the last row and the last key of each sequence."""
         from torch.nn.attention.varlen import varlen_attn
 
         # The names of the causal and scale arguments moved between torch releases.
@@ -60,4 +72,4 @@ class VarlenAttention(CoreAttention):
             how["scale"] = self.scale
         else:
             query = query * (self.scale * self.qk_dim**0.5)
-        return varlen_attn(query, key.contiguous(), value.contiguous(), offsets, offsets, longest, longest, **how)
+        return varlen_attn(query, key.contiguous(), value.contiguous(), *offsets, *longest, **how)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mla_attention.communication import ONE_RANK, Communication
 from mla_attention.configs import MLAConfig
 from mla_attention.dsa.functions import rope_functions
 from mla_attention.layers.torch_layers import TorchLayers
@@ -52,23 +53,24 @@ class Indexer(nn.Module):
         self.k_norm = layers.layer_norm(width, config.dsa_indexer_k_norm_epsilon)
         self.linear_weights_proj = layers.linear(config.hidden_size, heads, init_std=std)
 
-    def forward(self, hidden: Tensor, q_latent: Tensor, tokens: TokenLayout) -> Indexed:
+    def forward(self, hidden: Tensor, q_latent: Tensor, tokens: TokenLayout, comm: Communication = ONE_RANK) -> Indexed:
         """Indexer queries, keys and weights of each token.
 
         Args:
-            hidden: `[S, B, H]`, packed `[T, H]`.
-            q_latent: normed query latent `[S, B, Rq]`, packed `[T, Rq]`.
+            hidden: `[S, B, H]`, packed `[T, H]`; this rank's slice of the rows under sequence parallelism.
+            q_latent: normed query latent `[S, B, Rq]`, packed `[T, Rq]`, of all rows.
             tokens: layout of the rows.
+            comm: gathers keys and weights of a slice, Di+Hi channels a token.
         """
         hidden, q_latent = hidden.detach(), q_latent.detach()
         query = self.linear_wq_b(q_latent)
         query = self._rotate(query.view(*query.shape[:-1], self.heads, self.width), tokens, self.linear_wq_b)
         key = self.linear_wk(hidden)
         key = self.k_norm(key).to(key.dtype)  # under autocast the norm answers in fp32
+        key, weights = comm.to_every_rank(key, self.linear_weights_proj(hidden))
         key = self._rotate(key.unsqueeze(-2), tokens, self.k_norm).squeeze(-2)
         if self.config.dsa_indexer_rotate_activation:
             query, key = hadamard_transform(query), hadamard_transform(key)
-        weights = self.linear_weights_proj(hidden)
         weights = weights.to(torch.promote_types(weights.dtype, torch.float32)) * (self.heads * self.width) ** -0.5
         return Indexed(query, key, weights)
 

@@ -15,27 +15,33 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from mla_attention.communication import ONE_RANK, Communication
 from mla_attention.configs import MLAConfig
 from mla_attention.token_layout import TokenLayout
 
 
-def indexer_loss(divergence: Tensor, tokens: TokenLayout, config: MLAConfig) -> Tensor:
+def indexer_loss(divergence: Tensor, tokens: TokenLayout, config: MLAConfig, comm: Communication = ONE_RANK) -> Tensor:
     """coeff * mean (or sum) of the divergences of all rows that hold a token; 0 where there is none.
+
+    Under context parallelism every rank gets the value over all ranks' rows, and its backward reaches its own rows: the
+    ranks' gradients add up to those of one rank.
 
     Args:
         divergence: KL of each query row, fp32 at least, `[B, S]`, packed `[1, T]`.
         tokens: layout of the rows.
         config: coefficient, and whether to sum.
+        comm: sums over the context-parallel ranks.
 
     Returns:
         Scalar in the dtype of `divergence`.
     """
     keep = tokens.token_rows()
-    if keep is None:
-        rows = divergence.new_full((), divergence.numel())
+    every_row = tokens.keys.token_rows()  # of all context-parallel ranks
+    if keep is None or every_row is None:
+        rows = divergence.new_full((), divergence.numel() * tokens.cp_size)
     else:
-        divergence, rows = torch.where(keep, divergence, 0.0), keep.sum()
-    total = divergence.sum() * config.dsa_indexer_loss_coeff
+        divergence, rows = torch.where(keep, divergence, 0.0), every_row.sum()
+    total = comm.sum_over_context(divergence.sum()) * config.dsa_indexer_loss_coeff
     return total if config.calculate_per_token_loss else total / rows.clamp(min=1)
 
 

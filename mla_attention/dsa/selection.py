@@ -17,12 +17,14 @@ from mla_attention.token_layout import TokenLayout
 def query_positions(tokens: TokenLayout, first: int, device: torch.device) -> Tensor | None:
     """Place of each query row on the key axis, int64 `[rows]`; None where queries and keys are the same rows.
 
+    Under context parallelism the keys are those of all ranks in global order.
+
     Args:
         tokens: layout of the query rows.
         first: keys that a cache holds before them.
         device: where the result lies.
     """
-    return torch.arange(first, first + tokens.rows, device=device) if first else None
+    return torch.arange(first, first + tokens.rows, device=device) if first else tokens.row_index()
 
 
 def visible_keys(

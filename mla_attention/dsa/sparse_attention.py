@@ -74,13 +74,13 @@ class SparseAttention(nn.Module):
         self.kernels = "auto"
         self.attached_loss_scale = 1.0
 
-    def check(self, device: torch.device, *, packed: bool) -> None:
+    def check(self, device: torch.device, *, packed: bool, cp_size: int = 1) -> None:
         """Refuse a forced core attention back end that cannot serve the dense case on this device.
 
         Raises:
             ValueError: naming back end, head dims, layout and device.
         """
-        self.dense.check(device, packed=packed)
+        self.dense.check(device, packed=packed, cp_size=cp_size)
 
     def forward(
         self,
@@ -106,7 +106,8 @@ class SparseAttention(nn.Module):
             absorbed: context from a function of absorbed query `[.., n, Rkv+Dr]` and key `[.., 1, Rkv+Dr]` that
                 answers with latents `[.., n, Rkv]`.
             absorb: absorbed query and key alone.
-            comm: gathers the indexer's keys over context-parallel ranks.
+            comm: gathers the indexer's keys over context-parallel ranks, and what it makes of a slice of the sequence
+                over tensor-parallel ranks; sums the loss and its target.
             topk_indices: keys to attend to, `[B, S, k]`, packed `[1, T, k]`; the indexer is then not asked. Keys that
                 a query may not see take no part.
             cache: past tokens; there is no indexer loss with a cache.
@@ -125,6 +126,7 @@ class SparseAttention(nn.Module):
             self.softmax_scale,
             tokens,
             query_positions(tokens, first, hidden.device),
+            comm.tp_group,
         )
         given = self._given_indices(topk_indices, axis, first + tokens.key_rows)
         trains = given is None and cache is None and self._trains(return_aux)
@@ -145,7 +147,7 @@ class SparseAttention(nn.Module):
         if dense and return_aux and given is None and self.config.dsa_mode == "sparse":
             run.indices = all_visible(run.visible(), min(self.topk, run.longest), tokens.batch_size)
 
-        loss = None if run.divergence is None else indexer_loss(run.divergence, tokens, self.config)
+        loss = None if run.divergence is None else indexer_loss(run.divergence, tokens, self.config, comm)
         if loss is not None and not return_aux:
             context = attach_loss(context, loss, self.attached_loss_scale)
         return context, AttentionAux(indexer_loss=loss, topk_indices=run.indices)
@@ -186,8 +188,9 @@ class SparseAttention(nn.Module):
         if self.indexer is None:
             return None
         with torch.set_grad_enabled(torch.is_grad_enabled() and run.trains):
-            indexed = self.indexer(hidden, q_latent, run.axis.tokens)
-            return indexed._replace(key=comm.to_all_keys(indexed.key)[0])
+            indexed = self.indexer(hidden, q_latent, run.axis.tokens, comm)
+            (every_key,) = comm.to_all_keys(indexed.key, order=run.axis.tokens.order)
+            return indexed._replace(key=every_key)
 
     def _attend_selected(self, query: Tensor, key: Tensor, run: _Run) -> Tensor:
         """Output latents over the given indices, or the indexer's."""

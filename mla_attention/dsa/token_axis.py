@@ -11,6 +11,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from mla_attention.configs import MLAConfig
 from mla_attention.dsa.indexer import Indexed
@@ -27,6 +28,7 @@ class TokenAxis:
         softmax_scale: factor on q.k.
         tokens: layout of the query rows.
         positions: int64 `[rows]`, place of each query row on the key axis; None where they are the same rows.
+        tp_group: ranks over which the heads are spread; the loss's target is summed over them.
     """
 
     functions: ModuleType
@@ -34,6 +36,7 @@ class TokenAxis:
     softmax_scale: float
     tokens: TokenLayout
     positions: Tensor | None = None
+    tp_group: ProcessGroup | None = None
 
     def indexer_topk(self, indexed: Indexed) -> Tensor:
         """Int64 `[B, rows, k]`: each row's highest-scoring keys."""
@@ -72,6 +75,7 @@ class TokenAxis:
             else:  # selected keys are visible ones
                 support = {**self._scoring(), "cu_seqlens": None, "q_positions": None, "topk_indices": indices[b]}
                 support["lse"] = None if lse is None else lse[b].detach()
+            support["tp_group"] = self.tp_group
             rows.append(self.functions.indexer_kl(iq, ik, iw, q, k, self.softmax_scale, **support))
         return _stack(rows, 0)
 

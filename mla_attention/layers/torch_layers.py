@@ -13,6 +13,12 @@ def identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def local_tensor(parameter: Tensor) -> Tensor:
+    """This rank's plain tensor of a parameter that may be a DTensor."""
+    to_local = getattr(parameter, "to_local", None)  # a DTensor's: importing that class costs a second
+    return parameter if to_local is None else to_local()
+
+
 class LocalParameters(nn.Module):
     """A layer that computes with this rank's part of its parameters.
 
@@ -22,17 +28,19 @@ class LocalParameters(nn.Module):
 
     sum_gradient: Callable[[Tensor], Tensor] = staticmethod(identity)
 
-    def local(self, parameter: Tensor) -> Tensor:
-        """This rank's plain tensor of a parameter, differentiable."""
-        to_local = getattr(parameter, "to_local", None)  # a DTensor's: importing that class costs a second
-        return self.sum_gradient(parameter if to_local is None else to_local())
+    def local(self, parameter: Tensor, part: Callable[[Tensor], Tensor] = identity) -> Tensor:
+        """This rank's plain tensor of a parameter, or a part of it, differentiable."""
+        return self.sum_gradient(part(local_tensor(parameter)))
 
 
 class Linear(LocalParameters):
     """y = x @ weight.T, weight `[out, in]` initialised N(0, init_std), bias (where there is one) 0.
 
-    The bias is not added: it is returned by the attention layer for the caller to fuse, as Megatron-LM does.
+    The bias is not added: it is returned by the attention layer for the caller to fuse, as Megatron-LM does. Its
+    gradient has then passed the caller's rows, not this layer's: `sum_bias_gradient` is its own `sum_gradient`.
     """
+
+    sum_bias_gradient: Callable[[Tensor], Tensor] = staticmethod(identity)
 
     def __init__(
         self,
@@ -57,11 +65,12 @@ class Linear(LocalParameters):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def local_weight(self) -> Tensor:
-        return self.local(self.weight)
+    def local_weight(self, part: Callable[[Tensor], Tensor] = identity) -> Tensor:
+        """This rank's weight, or the part of it that `part` cuts out."""
+        return self.local(self.weight, part)
 
     def local_bias(self) -> Tensor | None:
-        return None if self.bias is None else self.local(self.bias)
+        return None if self.bias is None else self.sum_bias_gradient(local_tensor(self.bias))
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.local_weight())

@@ -1,0 +1,63 @@
+"""Sequences to context-parallel shards and back, by the zigzag layout of `mla_attention.zigzag`."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from mla_attention.packed import PackedSeqParams
+from mla_attention.parallel.collectives import gather_same_rows
+from mla_attention.zigzag import check_divisible, key_order, rows_of_rank
+
+
+def shard_sequence_for_cp(
+    t: Tensor, cp_rank: int, cp_size: int, *, dim: int = 0, packed_seq_params: PackedSeqParams | None = None
+) -> Tensor:
+    """The rows of a whole sequence axis that a context-parallel rank holds: chunks r and 2*cp-1-r of each sequence.
+
+    Args:
+        t: any tensor whose axis `dim` is the sequence axis: hidden states, labels, position ids.
+        cp_rank, cp_size: the shard.
+        dim: the sequence axis.
+        packed_seq_params: global offsets; each sequence is cut by itself, its padding included.
+
+    Returns:
+        `t` with the axis `dim` cp_size times shorter, a copy; differentiable. `t` itself for one rank.
+
+    Raises:
+        ValueError: for a length that is no multiple of 2*cp_size, naming both, or a rank outside the size.
+
+    Source: the layout of Megatron-LM's and Transformer Engine's context parallelism.
+    """
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank: given {cp_rank}, allowed are 0..{cp_size - 1} (cp_size is {cp_size})")
+    if cp_size == 1:
+        return t
+    rows = t.shape[dim]
+    check_divisible("t", rows, cp_size, packed_seq_params)
+    mine = rows_of_rank(rows, cp_rank, cp_size, packed_seq_params, t.device)
+    return t.index_select(dim, mine.to(t.device))
+
+
+def gather_sequence_from_cp(
+    t: Tensor, group: ProcessGroup, *, dim: int = 0, packed_seq_params: PackedSeqParams | None = None
+) -> Tensor:
+    """The whole sequence axis in global order from each rank's shard: undoes `shard_sequence_for_cp`.
+
+    Differentiable for what every rank computes alike from the result: of the gradient, each rank keeps its own rows.
+
+    Args:
+        t: this rank's shard.
+        group: the context-parallel group; all its ranks must call.
+        dim: the sequence axis.
+        packed_seq_params: global offsets, where the sequences are packed.
+
+    Returns:
+        `t` with the axis `dim` as many times longer as the group has ranks.
+    """
+    cp_size = dist.get_world_size(group)
+    if cp_size == 1:
+        return t
+    order = key_order(t.shape[dim] * cp_size, cp_size, packed_seq_params, t.device)
+    return gather_same_rows(t.movedim(dim, 0), group, order).movedim(0, dim)
