@@ -169,7 +169,7 @@ def attached_gradients(layer, run):
 
 
 def test_a_step_of_the_published_layer_needs_no_square_of_the_length():
-    """GLM-5, 16k tokens, sparse loss: the peak stays far below one fp32 [T, T] per head, and below one [T, Hi, T]."""
+    """GLM-5, 16k tokens, sparse loss: the peak stays far below one fp32 [n, T, T], and below one [T, Hi, T]."""
     layer = build(glm5(apply_rope_fusion=True, dsa_indexer_loss_coeff=1.0, dsa_indexer_use_sparse_loss=True))
     rows = 16384
     hidden = hidden_states(rows=rows, width=6144).requires_grad_()
@@ -178,4 +178,4 @@ def test_a_step_of_the_published_layer_needs_no_square_of_the_length():
     layer(hidden)[0].sum().backward()
     peak = torch.cuda.max_memory_allocated() - before
     assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
-    assert peak < rows * rows * 32  # half of an fp32 [T, 16 heads, T]
+    assert peak < rows * rows * 64  # half of an fp32 [T, Hi, T]
