@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from mla_attention import MLASelfAttention
 from mla_attention.checkpoint import files, load_hf_state_dict, load_megatron_state_dict, to_hf_state_dict
 from mla_attention.configs import tiny
 from tests.mla_attention.checkpoint.layers import CONFIGS, build, same_bits, weights_of
@@ -25,11 +26,10 @@ CUT = {"linear_q_proj.weight": 0, "linear_q_up_proj.weight": 0, "linear_kv_up_pr
 
 @dataclass(frozen=True)
 class Ranks:
-    """What the checkpoint functions read of the communication of a module built with a tensor-parallel group."""
+    """What the checkpoint functions read of the `comm` of a module built with a tensor-parallel group."""
 
     tp_rank: int
     tp_size: int
-    tp_group: torch.distributed.ProcessGroup | None = None
 
 
 def part(value: Tensor, dim: int, rank: int, size: int) -> Tensor:
@@ -210,12 +210,13 @@ def gather_on_rank(rank: int, folder: str) -> None:
     store = torch.distributed.FileStore(f"{folder}/store", 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     tensors = torch.load(f"{folder}/tensors.pt")
-    local = local_layer(tiny(), rank, 2)
-    local.comm = Ranks(rank, 2, torch.distributed.group.WORLD)
+    local = MLASelfAttention(tiny(), tp_group=torch.distributed.group.WORLD)
     distributed = build(tiny())
-    distribute(distributed, init_device_mesh("cpu", (2,)))
-    for layer in (local, distributed):
-        load_hf_state_dict(layer, tensors)
+    mesh = init_device_mesh("cpu", (2,))
+    distribute(distributed, mesh)
+    as_dtensors = {key: distribute_tensor(value, mesh, [Shard(0)]) for key, value in tensors.items()}
+    for layer, given in ((local, tensors), (distributed, tensors), (build(tiny()), as_dtensors)):
+        load_hf_state_dict(layer, given)
         assert same_bits(to_hf_state_dict(layer), tensors)
     torch.distributed.destroy_process_group()
 
