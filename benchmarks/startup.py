@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from measure import Failure, Record, Timing, add_output_arguments, render_table, require_cuda, target_text
 
+DEVICE = "cuda"
 TOKEN_COUNTS = (
     *(1, 2, 3, 7, 8, 15, 16, 17, 31, 32, 48, 64, 100, 127, 128, 129, 255, 256, 500, 512),
     *(777, 1000, 1023, 1024, 1025, 2000, 2047, 2048, 3333, 4096),
@@ -34,8 +35,8 @@ def _kernel_count() -> int:
 
 def _inputs(tokens: int, packed: bool) -> dict[str, Any]:
     lead = (tokens,) if packed else (tokens, 1)
-    angle = torch.rand(tokens, 1, 1, 64, device="cuda")
-    new = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    angle = torch.rand(tokens, 1, 1, 64, device=DEVICE)
+    new = lambda *shape: torch.randn(*shape, device=DEVICE, dtype=torch.bfloat16)  # noqa: E731
     middle = tokens // 3
     return {
         "q": new(*lead, 8, 256),
@@ -43,7 +44,7 @@ def _inputs(tokens: int, packed: bool) -> dict[str, Any]:
         "k_pe": new(*lead, 1, 64),
         "cos": angle.cos(),
         "sin": angle.sin(),
-        "cu": torch.tensor([0, middle, tokens], device="cuda", dtype=torch.int32) if packed else None,
+        "cu": torch.tensor([0, middle, tokens], device=DEVICE, dtype=torch.int32) if packed else None,
     }
 
 
@@ -56,7 +57,12 @@ def _step(tokens: int, packed: bool) -> None:
     q = fused_apply_mla_rope_for_q(leaves[0] * 1, x["cos"], x["sin"], 192, 64, x["cu"])
     key, value = fused_apply_mla_rope_for_kv(leaves[1], leaves[2], x["cos"], x["sin"], 64, 192, 256, x["cu"])
     torch.autograd.grad((q, key, value), leaves, (torch.ones_like(q), torch.ones_like(key), torch.ones_like(value)))
-    torch.cuda.synchronize()
+    _wait()
+
+
+def _wait() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
 
 
 def probe_first_call() -> dict[str, float]:
@@ -64,12 +70,12 @@ def probe_first_call() -> dict[str, float]:
     import mla_attention.fusions as fusions
 
     x = _inputs(4096, packed=False)
-    torch.cuda.synchronize()
+    _wait()
     seconds = []
     for _ in range(2):
         start = time.perf_counter()
         fusions.fused_apply_mla_rope_for_q(x["q"], x["cos"], x["sin"], 192, 64)
-        torch.cuda.synchronize()
+        _wait()
         seconds.append(time.perf_counter() - start)
     start = time.perf_counter()
     _step(4096, packed=False)

@@ -119,3 +119,39 @@ def test_without_a_device_scripts_say_so(script, capsys, name):
         script(name).main([])
     assert stop.value.code == 2
     assert "CUDA device" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_startup_step(script, monkeypatch, tokens, packed):
+    startup = script("startup")
+    monkeypatch.setattr(startup, "DEVICE", "cpu")
+    startup._step(tokens, packed)
+
+
+def test_startup_counts_tokens_that_specialise(script):
+    counts = script("startup").TOKEN_COUNTS
+    assert len(counts) == len(set(counts)) == 30
+    assert 1 in counts, "triton specialises on 1"
+    assert {n % 16 == 0 for n in counts} == {True, False}, "and on multiples of 16"
+
+
+def test_startup_rows(script, record, monkeypatch):
+    startup = script("startup")
+    values = {
+        "first_call": {"first_call_s": 1.4, "kernels": 2.0},
+        "compiles": {"kernels": 8.0, "recompilations": 1.0},
+        "import": {"import_s": 0.05},
+    }
+    monkeypatch.setattr(startup, "run_probe", values.__getitem__)
+    run = record("startup")
+    startup.add_rows(run)
+    met = {r["row"]: r["meets_target"] for r in run.rows}
+    assert met == {"startup/first_call": True, "startup/compiles": False, "startup/import": True}
+    assert "recompilations 1" in startup.table(run.rows)
+
+
+def test_a_probe_that_fails_says_why(script, monkeypatch):
+    startup = script("startup")
+    with pytest.raises(RuntimeError, match="error"):
+        startup.run_probe("no_such_probe")
