@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -23,6 +24,12 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
     yield load
     for name in [n for n, m in sys.modules.items() if str(getattr(m, "__file__", "")).startswith(str(BENCHMARKS))]:
         del sys.modules[name]
+
+
+@pytest.fixture
+def device() -> str:
+    """Where the kernels run: a GPU, else the interpreter on the CPU."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture

@@ -85,9 +85,9 @@ def test_cases(script):
     assert layer.Case("glm5", "batch8", 4096).hidden_shape == (512, 8)
 
 
-def test_assembly_runs_through(script, watch, record, monkeypatch):
+def test_assembly_runs_through(script, watch, record, monkeypatch, device):
     assembly = script("assembly")
-    monkeypatch.setattr(assembly, "DEVICE", "cpu")
+    monkeypatch.setattr(assembly, "DEVICE", device)
     monkeypatch.setattr(assembly.peers, "megatron_rope", lambda: (_ for _ in ()).throw(ImportError("absent")))
     run = record("assembly")
     assembly.measure_shape(run, watch, assembly.Shape("small", "tiny", 2, 4, (0.7, 0.86)))

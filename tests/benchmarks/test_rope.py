@@ -48,9 +48,9 @@ def test_packed_offsets(script):
 
 
 @pytest.mark.parametrize("changes", [{}, {"sequences": 3}, {"value": 20}, {"value": 20, "sequences": 3}])
-def test_a_tiny_shape_runs_through(script, watch, record, monkeypatch, changes):
+def test_a_tiny_shape_runs_through(script, watch, record, monkeypatch, device, changes):
     rope = script("rope")
-    monkeypatch.setattr(rope, "DEVICE", "cpu")
+    monkeypatch.setattr(rope, "DEVICE", device)
     run = record("rope")
     small = rope.Shape("tiny", tokens=5, heads=3, nope=24, emb=16, **changes)
     rope.measure_shape(run, watch, small, {"eager", "megatron"}, rope.Failure("skipped", "absent"))
@@ -65,9 +65,9 @@ def test_a_tiny_shape_runs_through(script, watch, record, monkeypatch, changes):
     assert "tiny/backward" in rope.table(run.rows)
 
 
-def test_a_wrong_kernel_is_not_timed(script, watch, record, monkeypatch):
+def test_a_wrong_kernel_is_not_timed(script, watch, record, monkeypatch, device):
     rope = script("rope")
-    monkeypatch.setattr(rope, "DEVICE", "cpu")
+    monkeypatch.setattr(rope, "DEVICE", device)
     honest = rope.own_forward
 
     def off_by_a_little(inputs, module, *, in_place):
@@ -123,9 +123,9 @@ def test_without_a_device_scripts_say_so(script, capsys, name):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_startup_step(script, monkeypatch, tokens, packed):
+def test_startup_step(script, monkeypatch, device, tokens, packed):
     startup = script("startup")
-    monkeypatch.setattr(startup, "DEVICE", "cpu")
+    monkeypatch.setattr(startup, "DEVICE", device)
     startup._step(tokens, packed)
 
 
