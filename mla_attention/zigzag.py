@@ -105,6 +105,6 @@ def key_order(rows: int, cp_size: int, packed: PackedSeqParams | None, device: t
     places = torch.empty_like(gathered)
     places[gathered] = torch.arange(rows, device=gathered.device)
     order = KeyOrder(gathered, places)
-    if packed is not None:
+    if packed is not None and packed.host_offsets is not None:  # others may be rewritten in place
         packed.key_orders[key] = order
     return order
