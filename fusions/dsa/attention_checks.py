@@ -16,6 +16,7 @@ from ..host_checks import values_are_validated
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_RANK, _LARGEST_ROPE = 1024, 256
+_LARGEST_INDEXER_DIM, _LARGEST_INDEXER_HEADS = 256, 256
 _INTEGERS = (torch.int32, torch.int64)
 
 
@@ -113,6 +114,20 @@ def check_indexer(
         raise ValueError(f"index_weights must be {tuple(index_q.shape[:2])}, got {tuple(index_weights.shape)}")
     for name, tensor in (("index_q", index_q), ("index_k", index_k), ("index_weights", index_weights)):
         check_same_device(name, tensor, "query", query)
+
+
+def check_indexer_widths(index_q: Tensor, query: Tensor) -> None:
+    """Refuse widths and head counts whose tiles a kernel cannot hold."""
+    if index_q.shape[2] > _LARGEST_INDEXER_DIM:
+        raise ValueError(f"index_q must be at most {_LARGEST_INDEXER_DIM} wide for the kernel, got {index_q.shape[2]}")
+    if index_q.shape[1] > _LARGEST_INDEXER_HEADS:
+        raise ValueError(
+            f"index_q must have at most {_LARGEST_INDEXER_HEADS} heads for the kernel, got {index_q.shape[1]}"
+        )
+    if not 2 <= query.shape[2] <= _LARGEST_RANK + _LARGEST_ROPE:
+        raise ValueError(
+            f"query must be 2 to {_LARGEST_RANK + _LARGEST_ROPE} wide for the kernel, got {query.shape[2]}"
+        )
 
 
 def check_positions(

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup, all_reduce
 from torch.utils.checkpoint import checkpoint
 
 from . import attention_checks as checks
+from .key_ranges import key_ranges
 
 _SPARSE_TILE_BYTES = 2**28
 
@@ -126,7 +127,9 @@ def indexer_kl(
     if topk_indices is not None:
         checks.check_topk_indices(topk_indices, query, key.shape[0])
     wide = torch.promote_types(_wide_dtype(index_q.dtype), _wide_dtype(index_weights.dtype))
-    first, last = key_range(query.shape[0], key.shape[0], cu_seqlens, q_positions, device=query.device)
+    begin, end = key_ranges(
+        query.shape[0], key.shape[0], device=query.device, cu_seqlens=cu_seqlens, q_positions=q_positions
+    )
     bounded = topk_indices is None or cu_seqlens is not None or q_positions is not None
     query, key = query.detach(), key.detach()
     lse = None if lse is None else lse.detach()
@@ -141,7 +144,7 @@ def indexer_kl(
             slots = topk_indices[start:stop]
         support = slots >= 0
         if bounded:
-            support = support & (slots >= first[start:stop, None]) & (slots <= last[start:stop, None])
+            support = support & (slots >= begin[start:stop, None]) & (slots < end[start:stop, None])
         with torch.no_grad():
             row_lse = None if lse is None else lse[start:stop]
             target = _head_sum(query[start:stop], key, slots, support, softmax_scale, row_lse, topk_indices is not None)
@@ -171,32 +174,6 @@ def indexer_kl(
         for rows in _row_tiles(query.shape[0], bytes_per_row, budget_bytes)
     ]
     return torch.cat(tiles)
-
-
-def key_range(
-    num_rows: int, num_keys: int, cu_seqlens: Tensor | None, q_positions: Tensor | None, *, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """First and last key that each query row may see: [start of its sequence, its own global index].
-
-    Args:
-        num_rows: T.
-        num_keys: S.
-        cu_seqlens: sequence offsets over the keys, or None for one sequence.
-        q_positions: global key index of each row [T], or None for 0 .. T-1.
-        device: where the result lies.
-
-    Returns:
-        (first, last), int64 [T] each; last < first where the row may see nothing.
-    """
-    last = torch.arange(num_rows, device=device) if q_positions is None else q_positions.long()
-    first = torch.zeros_like(last)
-    if cu_seqlens is not None:
-        offsets = cu_seqlens.long()
-        sequence = torch.searchsorted(offsets, last, right=True) - 1
-        inside = (sequence >= 0) & (sequence < offsets.numel() - 1)
-        first = torch.where(inside, offsets[sequence.clamp(0, offsets.numel() - 1)], num_keys)
-        last = torch.where(inside, last, -1)
-    return first, last
 
 
 def _head_sum(

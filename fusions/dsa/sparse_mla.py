@@ -23,11 +23,11 @@ from .sparse_tiles import SLOT_MULTIPLE, interpreted, pack_slots, padded_width, 
 
 
 @torch.library.custom_op("mla_attention::pack_slots", mutates_args=())
-def _pack_slots(topk_indices: Tensor, begin: Tensor | None, end: Tensor | None) -> tuple[Tensor, Tensor]:
+def pack_slots_op(topk_indices: Tensor, begin: Tensor | None, end: Tensor | None) -> tuple[Tensor, Tensor]:
     return pack_slots(topk_indices, None if begin is None or end is None else (begin, end))
 
 
-@_pack_slots.register_fake
+@pack_slots_op.register_fake
 def _(topk_indices: Tensor, begin: Tensor | None, end: Tensor | None) -> tuple[Tensor, Tensor]:
     rows, slots = topk_indices.shape
     padded = (slots + SLOT_MULTIPLE - 1) // SLOT_MULTIPLE * SLOT_MULTIPLE
@@ -96,7 +96,7 @@ class _SparseMLA(torch.autograd.Function):
         ctx: Any, query: Tensor, key: Tensor, topk_indices: Tensor, softmax_scale: float, kv_rank: int
     ) -> tuple[Tensor, Tensor]:
         query, key = query.contiguous(), key.contiguous()
-        slots, counts = _pack_slots(topk_indices.contiguous(), None, None)
+        slots, counts = pack_slots_op(topk_indices.contiguous(), None, None)
         out, lse = _forward(query, key, slots, counts, softmax_scale, kv_rank)
         ctx.save_for_backward(query, key, slots, counts, out, lse)
         ctx.softmax_scale = softmax_scale

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mla_attention.fusions.dsa.attention_reference import indexer_kl, key_range, sparse_mla
+from mla_attention.fusions.dsa.attention_reference import indexer_kl, sparse_mla
 
 
 def draw(*shape: int, grad: bool = True) -> torch.Tensor:
@@ -167,13 +167,6 @@ def test_indexer_kl_drops_selected_keys_outside_the_rows_sequence():
         indexer_kl(*indexer, query, key, 0.4, topk_indices=everything, cu_seqlens=offsets), packed
     )
     assert packed[3] == 0
-
-
-def test_key_range_of_packed_sequences_and_padding():
-    first, last = key_range(6, 6, torch.tensor([0, 2, 2, 5]), None, device=torch.device("cpu"))
-    assert first[:5].tolist() == [0, 0, 2, 2, 2]
-    assert last.tolist() == [0, 1, 2, 3, 4, -1]
-    assert first[5] > last[5]
 
 
 def test_zero_tokens_and_zero_keys():
