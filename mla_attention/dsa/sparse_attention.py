@@ -25,7 +25,7 @@ from mla_attention.communication import Communication
 from mla_attention.configs import MLAConfig
 from mla_attention.core_attention import CoreAttention
 from mla_attention.dsa.absorb import latent_attention
-from mla_attention.dsa.functions import dsa_functions
+from mla_attention.dsa.functions import check_kernel_limits, dsa_functions
 from mla_attention.dsa.indexer import Indexed, Indexer
 from mla_attention.dsa.loss import attach_loss, indexer_loss
 from mla_attention.dsa.selection import (
@@ -75,11 +75,13 @@ class SparseAttention(nn.Module):
         self.attached_loss_scale = 1.0
 
     def check(self, device: torch.device, *, packed: bool, cp_size: int = 1) -> None:
-        """Refuse a forced core attention back end that cannot serve the dense case on this device.
+        """Refuse widths that the kernels lack, and a forced core attention that cannot serve the dense case.
 
         Raises:
-            ValueError: naming back end, head dims, layout and device.
+            ValueError: naming the field or the back end, what was given and what is allowed.
         """
+        if device.type == "cuda" and self.kernels != "torch":
+            check_kernel_limits(self.config)
         self.dense.check(device, packed=packed, cp_size=cp_size)
 
     def forward(

@@ -40,7 +40,7 @@ class TokenAxis:
 
     def indexer_topk(self, indexed: Indexed) -> Tensor:
         """Int64 `[B, rows, k]`: each row's highest-scoring keys."""
-        with torch.no_grad():
+        with torch.no_grad(), _without_autocast(indexed.query.device):
             rows = [
                 self.functions.indexer_topk(q, k, w, self.config.dsa_indexer_topk, **self._scoring())
                 for q, k, w in self._sequences(*indexed)
@@ -50,10 +50,11 @@ class TokenAxis:
     def sparse_mla(self, query: Tensor, keys: Tensor, indices: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Latents `[.., n, Rkv]` of absorbed queries `[.., n, Rkv+Dr]` over keys `[keys, B, Rkv+Dr]` (packed
         `[keys, Rkv+Dr]`) at indices `[B, rows, k]`, and the log-sum-exp `[rows, n]` of each sequence."""
-        results = [
-            self.functions.sparse_mla(q, k, i, self.softmax_scale, self.config.kv_lora_rank)
-            for (q, k), i in zip(self._sequences(query, keys), indices.unbind(0), strict=True)
-        ]
+        with _without_autocast(query.device):
+            results = [
+                self.functions.sparse_mla(q, k, i, self.softmax_scale, self.config.kv_lora_rank)
+                for (q, k), i in zip(self._sequences(query, keys), indices.unbind(0), strict=True)
+            ]
         latents = [latent for latent, _ in results]
         return latents[0] if self.tokens.packed is not None else _stack(latents, 1), [lse for _, lse in results]
 
@@ -76,7 +77,8 @@ class TokenAxis:
                 support = {**self._scoring(), "cu_seqlens": None, "q_positions": None, "topk_indices": indices[b]}
                 support["lse"] = None if lse is None else lse[b].detach()
             support["tp_group"] = self.tp_group
-            rows.append(self.functions.indexer_kl(iq, ik, iw, q, k, self.softmax_scale, **support))
+            with _without_autocast(query.device):
+                rows.append(self.functions.indexer_kl(iq, ik, iw, q, k, self.softmax_scale, **support))
         return _stack(rows, 0)
 
     def _scoring(self) -> dict:
@@ -94,6 +96,11 @@ class TokenAxis:
         if self.tokens.batch_size == 1:
             return [tuple(t.squeeze(1) for t in tensors)]  # whose backward copies nothing, as that of unbind would
         return list(zip(*(t.unbind(1) for t in tensors), strict=True))
+
+
+def _without_autocast(device: torch.device) -> torch.autocast:
+    """Scores, softmax and divergence are fp32 at least, which autocast would take for a request to round."""
+    return torch.autocast(device.type, enabled=False)
 
 
 def _stack(rows: list[Tensor], dim: int) -> Tensor:

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from mla_attention import MLASelfAttention
-from mla_attention.configs import ConfigError, tiny
+from mla_attention.configs import ConfigError, deepseek_v32, glm5, tiny
+from mla_attention.dsa.functions import KERNEL_LIMITS, LOSS_KERNEL_LIMITS
+from mla_attention.fusions.dsa import attention_checks, selection_checks
 from tests.mla_attention.dsa.oracle import Faults, build, dsa_config, oracle
 
 LENGTH = 24
@@ -319,6 +321,37 @@ class TestRefusals:
     def test_a_mask(self):
         with pytest.raises(ValueError, match=r"attention_mask: given together with dsa, allowed is None"):
             build(dsa_config())(hidden_states(), torch.zeros(1, 1, LENGTH, LENGTH, dtype=torch.bool))
+
+    @pytest.mark.parametrize(
+        ("wide", "message"),
+        [
+            ({"kv_lora_rank": 1025}, r"kv_lora_rank: given 1025, allowed is at most 1024"),
+            ({"qk_pos_emb_head_dim": 258, "dsa_indexer_head_dim": 260}, r"qk_pos_emb_head_dim: given 258, .* 256"),
+            ({"dsa_indexer_head_dim": 1040}, r"dsa_indexer_head_dim: given 1040, allowed is at most 1024"),
+            ({"dsa_indexer_head_dim": 272, "dsa_indexer_loss_coeff": 1.0}, r"dsa_indexer_head_dim: given 272, .* 256"),
+            ({"dsa_indexer_n_heads": 257, "dsa_indexer_loss_coeff": 1.0}, r"dsa_indexer_n_heads: given 257, .* 256"),
+        ],
+    )
+    def test_a_layer_wider_than_the_kernels(self, wide, message):
+        core = MLASelfAttention(dsa_config(**wide), device="meta").core_attention
+        core.check(torch.device("cpu"), packed=False)
+        with pytest.raises(ValueError, match=message) as error:
+            core.check(torch.device("cuda"), packed=False)
+        assert "\n" not in str(error.value)
+        core.kernels = "torch"
+        core.check(torch.device("cuda"), packed=False)
+
+    def test_the_published_layers_are_not(self):
+        for preset in (glm5, deepseek_v32):
+            core = MLASelfAttention(preset(dsa_indexer_loss_coeff=1.0), device="meta").core_attention
+            core.check(torch.device("cuda"), packed=True)
+
+    def test_the_limits_are_those_of_the_kernels(self):
+        largest = KERNEL_LIMITS["kv_lora_rank"], KERNEL_LIMITS["qk_pos_emb_head_dim"]
+        assert largest == (attention_checks._LARGEST_RANK, attention_checks._LARGEST_ROPE)
+        assert KERNEL_LIMITS["dsa_indexer_head_dim"] == selection_checks._LARGEST_KERNEL_WIDTH
+        assert LOSS_KERNEL_LIMITS["dsa_indexer_head_dim"] == attention_checks._LARGEST_INDEXER_DIM
+        assert LOSS_KERNEL_LIMITS["dsa_indexer_n_heads"] == attention_checks._LARGEST_INDEXER_HEADS
 
     @pytest.mark.parametrize("kernels", ["cuda", None])
     def test_an_unknown_choice_of_kernels(self, kernels):
