@@ -67,7 +67,7 @@ class BatchSource:
         seq_len: tokens of a sequence; for packed batches the longest document.
         batch_size: sequences of a batch; a packed batch holds `seq_len * batch_size` tokens in all.
         packed: documents of uneven length laid end to end, instead of equal rows.
-        length_multiple: packed document lengths are multiples of this (2 * cp under context parallelism).
+        length_multiple: packed document lengths are multiples of this; divides seq_len.
         seed: of the random positions and lengths.
         device: where the batches go.
 

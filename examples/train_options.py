@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from pathlib import Path
 from typing import NoReturn
@@ -48,6 +49,7 @@ def build_parser() -> OneLineParser:
     data.add_argument("--seq-len", type=_positive, help="tokens of a sequence (tiny: 256, GPU: 4096, CPU: 128)")
     data.add_argument("--batch-size", type=_positive, help="sequences of a batch (tiny: 8, else 1)")
     data.add_argument("--packed", action="store_true", help="pack documents of uneven length into one row")
+    data.add_argument("--document-multiple", type=_positive, help="of packed lengths (default: 2 * cp, or 1)")
 
     training = parser.add_argument_group("training")
     training.add_argument("--steps", type=_positive, help="training steps (tiny: 150, GPU: 100, CPU: 5)")
@@ -97,9 +99,15 @@ def resolve(args: argparse.Namespace) -> torch.device:
         raise ValueError("--fused-rope: given on a CPU, allowed on a CUDA device (or with TRITON_INTERPRET=1)")
     if args.lr is not None and not args.lr > 0:
         raise ValueError(f"--lr: given {args.lr}, allowed are numbers > 0")
-    shards = (2 * args.cp if args.cp > 1 else 1) * (args.tp if args.sequence_parallel else 1)
+    chunks = 2 * args.cp if args.cp > 1 else 1
+    args.document_multiple = args.document_multiple or chunks
+    if args.document_multiple % chunks != 0:
+        raise ValueError(
+            f"--document-multiple: given {args.document_multiple}, allowed are multiples of 2 * cp = {chunks}"
+        )
+    shards = math.lcm(chunks, args.cp * (args.tp if args.sequence_parallel else 1), args.document_multiple)
     if args.seq_len % shards != 0:
-        raise ValueError(f"--seq-len: given {args.seq_len}, allowed are multiples of {shards} with these --cp and --tp")
+        raise ValueError(f"--seq-len: given {args.seq_len}, allowed are multiples of {shards} with these options")
     return device
 
 

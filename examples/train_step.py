@@ -178,7 +178,7 @@ def build(args: argparse.Namespace) -> tuple[ByteLanguageModel, BatchSource, Ran
         seq_len=args.seq_len,
         batch_size=args.batch_size,
         packed=args.packed,
-        length_multiple=2 * ranks.cp if ranks.cp > 1 else 1,
+        length_multiple=args.document_multiple,
         seed=args.seed + ranks.rank("dp"),
         device=device,
     )

@@ -105,6 +105,8 @@ def test_absent_optional_package(package, option, tmp_path):
         (["--device", "tpu"], ["--device", "tpu", "cuda"]),
         (["--tp", "2"], ["--tp 2", "1 process", "torchrun"]),
         (["--cp", "2", "--seq-len", "30"], ["--seq-len", "30", "4"]),
+        (["--cp", "2", "--document-multiple", "6"], ["--document-multiple", "6", "2 * cp = 4"]),
+        (["--packed", "--document-multiple", "7"], ["--seq-len", "256", "7"]),
         (["--sequence-parallel"], ["--sequence-parallel", "--tp 1"]),
         (["--fsdp"], ["--fsdp", "torchrun"]),
         (["--plot", "no/such/folder/loss.png"], ["--plot", "no/such/folder"]),

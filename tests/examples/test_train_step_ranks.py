@@ -27,7 +27,7 @@ def losses(ranks: int, *arguments: str) -> list[float]:
     [
         (2, ["--tp", "2"], []),
         (2, ["--tp", "2", "--sequence-parallel"], ["--mode", "sparse"]),
-        (2, ["--cp", "2"], ["--packed", "--recompute"]),
+        (2, ["--cp", "2"], ["--packed", "--document-multiple", "4", "--recompute"]),
         (4, ["--tp", "2", "--cp", "2", "--sequence-parallel", "--fsdp"], []),
     ],
     ids=["tp", "tp_sp_sparse", "cp_packed", "tp_cp_sp_fsdp"],
