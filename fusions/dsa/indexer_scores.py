@@ -137,8 +137,9 @@ def choose_score_blocks(dtype: torch.dtype, heads: int, width: int, architecture
         width: Di.
         architecture: "hopper", whose matrix unit reads shared memory; "cuda", any other NVIDIA GPU; "hip".
     """
-    bytes_per_key = max(16, triton.next_power_of_2(width)) * dtype.itemsize
-    warps = 4 if architecture == "hopper" and dtype != torch.float32 else 8
+    padded = max(16, triton.next_power_of_2(width))
+    bytes_per_key = padded * dtype.itemsize
+    warps = 4 if architecture == "hopper" and dtype != torch.float32 and width == padded else 8  # masks take registers
     if dtype == torch.float32:
         rows, keys, stages = (
             (32, 64, 2) if bytes_per_key <= 512 else (32, 32, 1) if bytes_per_key <= 1024 else (16, 16, 1)

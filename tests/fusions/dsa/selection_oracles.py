@@ -1,6 +1,7 @@
 """What selects what, told a second time: scores as loops in fp64, top-k as a sort in Python."""
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ def scores(q: Tensor, k: Tensor, weights: Tensor, relu: bool = True, cu_seqlens=
         position = t if q_positions is None else int(q_positions[t])
         start = 0
         if cu_seqlens is not None:
-            starts = [int(a) for a, b in zip(cu_seqlens[:-1], cu_seqlens[1:], strict=True) if a <= position < b]
+            starts = [int(a) for a, b in pairwise(cu_seqlens) if a <= position < b]
             if not starts:
                 continue
             (start,) = starts

@@ -173,7 +173,7 @@ def test_rule_leaves_room_in_the_buffer(topk):
     ("scores", "topk", "message"),
     [
         (torch.zeros(3), 1, "scores must have 2 dimensions"),
-        (torch.zeros(2, 3, dtype=torch.bfloat16), 1, "scores must be one of .*float32.*bfloat16"),
+        (torch.zeros(2, 3, dtype=torch.bfloat16), 1, r"scores must be one of .*float32.*bfloat16"),
         (torch.zeros(2, 3), 0, "topk must be a positive integer, got 0"),
         (torch.zeros(2, 3), 1.5, "topk must be a positive integer, got 1.5"),
         (torch.zeros(2, 3), True, "topk must be a positive integer, got True"),
@@ -186,7 +186,7 @@ def test_bad_input_is_named_in_one_line(function, scores, topk, message):
 
 
 def test_kernel_refuses_fp64():
-    with pytest.raises(ValueError, match="scores must be one of torch.float32, got torch.float64"):
+    with pytest.raises(ValueError, match=r"scores must be one of torch\.float32, got torch\.float64"):
         topk_select(torch.zeros(2, 3, dtype=torch.float64, device=DEVICE), 1)
 
 
