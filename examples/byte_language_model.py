@@ -11,11 +11,11 @@ the sequence.
 from __future__ import annotations
 
 import torch
-from mla_attention.configs import MLAConfig
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mla_attention import MLASelfAttention, PackedSeqParams
+from mla_attention.configs import MLAConfig
 
 VOCABULARY = 256
 
