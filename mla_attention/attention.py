@@ -53,7 +53,8 @@ class MLASelfAttention(nn.Module):
         layer_number: 1-based, for messages and Megatron-LM's naming.
         backend: "torch" or "te" (Transformer Engine) linear and norm layers.
         tp_group, cp_group: process groups; the module then holds this rank's share of the heads, as Megatron-LM's does.
-            `mla_attention.parallelize` is the other way to the same module.
+            Its weights are that share of a whole layer's, so seed all ranks alike. `mla_attention.parallelize` is the
+            other way to the same module.
         device, dtype: of the parameters; torch's defaults where None.
 
     Raises:
@@ -90,21 +91,22 @@ class MLASelfAttention(nn.Module):
         kv_width = self.num_heads * (config.qk_head_dim + config.v_head_dim)
         std, eps = config.init_method_std, config.layernorm_epsilon
         if config.q_lora_rank is None:
-            self.linear_q_proj = layers.linear(config.hidden_size, q_width, init_std=std)
+            self.linear_q_proj = layers.linear(config.hidden_size, q_width, init_std=std, share=self.comm.share(0))
         else:
             self.linear_q_down_proj = layers.linear(config.hidden_size, config.q_lora_rank, init_std=std)
             self.q_layernorm = layers.rms_norm(config.q_lora_rank, eps)
-            self.linear_q_up_proj = layers.linear(config.q_lora_rank, q_width, init_std=std)
+            self.linear_q_up_proj = layers.linear(config.q_lora_rank, q_width, init_std=std, share=self.comm.share(0))
         self.linear_kv_down_proj = layers.linear(
             config.hidden_size, config.kv_lora_rank + config.qk_pos_emb_head_dim, init_std=std
         )
         self.kv_layernorm = layers.rms_norm(config.kv_lora_rank, eps)
-        self.linear_kv_up_proj = layers.linear(config.kv_lora_rank, kv_width, init_std=std)
+        self.linear_kv_up_proj = layers.linear(config.kv_lora_rank, kv_width, init_std=std, share=self.comm.share(0))
         self.linear_proj = layers.linear(
             self.num_heads * config.v_head_dim,
             config.hidden_size,
             bias=config.add_bias_linear,
             init_std=std / math.sqrt(2 * config.num_layers),
+            share=self.comm.share(1),
         )
         self.core_attention: nn.Module = build_core_attention(config, self.softmax_scale)
         if config.experimental_attention_variant == "dsa":
@@ -193,13 +195,25 @@ class MLASelfAttention(nn.Module):
         rows, eta^(1-alpha) on its k rows.
 
         Args:
-            max_logits: fp `[n]` of this rank's heads, reduced over data and context parallel ranks by the caller.
+            max_logits: fp `[n]` of this rank's heads, `aux.max_attention_logits`; reduced over data-parallel ranks by
+                the caller.
             threshold, alpha: `config.qk_clip_threshold` and `config.qk_clip_alpha` where None.
 
         Source: Kimi K2 technical report (arXiv 2507.20534), section 2.1.
         """
         up_proj = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
-        clip_projections(self.config, up_proj, self.linear_kv_up_proj, max_logits, self.num_heads, threshold, alpha)
+        if hasattr(self, "reshard"):
+            self.reshard()  # under FSDP: gathered parameters are copies, what is written there is lost
+        clip_projections(
+            self.config,
+            up_proj,
+            self.linear_kv_up_proj,
+            max_logits,
+            self.num_heads,
+            threshold,
+            alpha,
+            tp_rank=self.comm.tp_rank,
+        )
 
     # --- the steps of the forward, in order ---
 

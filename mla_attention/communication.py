@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from mla_attention.layers.torch_layers import Share
 from mla_attention.zigzag import KeyOrder
 
 
@@ -61,6 +62,10 @@ class Communication:
                 f"num_attention_heads: given {heads}, allowed are multiples of the tensor-parallel size {self.tp_size}"
             )
         return heads // self.tp_size
+
+    def share(self, dim: int) -> Share | None:
+        """The part of a weight, cut by heads along `dim`, that this rank holds; None for the whole."""
+        return None if self.tp_size == 1 else Share(dim, self.tp_rank, self.tp_size)
 
     def check_alike(self, hidden_states: Tensor) -> None:
         """Refuse, on every rank, hidden states of which the ranks hold different numbers of rows.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from mla_attention.configs import MLAConfig
-from mla_attention.layers.torch_layers import Linear
+from mla_attention.layers.torch_layers import Linear, local_tensor
 
 
 def clip_projections(
@@ -16,6 +18,7 @@ def clip_projections(
     heads: int,
     threshold: float | None = None,
     alpha: float | None = None,
+    tp_rank: int = 0,
 ) -> None:
     """Multiply each head's logits by eta = min(threshold / max_logit, 1), in place, without gradients.
 
@@ -29,6 +32,7 @@ def clip_projections(
         heads: n.
         threshold: largest logit wanted, > 0.
         alpha: share of eta that the query's nope rows take, in [0, 1].
+        tp_rank: which heads of the layer these are; asked where the weights are DTensors that FSDP cut once more.
 
     Raises:
         ValueError: for a wrong shape, threshold or alpha.
@@ -44,9 +48,17 @@ def clip_projections(
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha: given {alpha}, allowed are numbers from 0 to 1")
     # A head with no logit above the threshold (also -inf, where it saw no token) is left alone, bit for bit.
-    eta = (threshold / max_logits.clamp(min=threshold)).to(q_up.weight.device)[:, None, None]
-    q_rows = q_up.local_weight().view(heads, config.qk_head_dim + config.qk_pos_emb_head_dim, -1)
-    k_rows = kv_up.local_weight().view(heads, config.qk_head_dim + config.v_head_dim, -1)[:, : config.qk_head_dim]
-    q_nope, q_rope = q_rows.split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=1)
-    for part, factor in ((q_nope, eta**alpha), (q_rope, eta), (k_rows, eta ** (1 - alpha))):
-        part.copy_(part * factor)
+    eta = (threshold / max_logits.clamp(min=threshold)).to(q_up.weight.device)[:, None]
+    k_dim, rope_dim, v_dim = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
+    q_factors = torch.cat([(eta**alpha).expand(heads, k_dim), eta.expand(heads, rope_dim)], dim=1)
+    kv_factors = F.pad((eta ** (1 - alpha)).expand(heads, k_dim), (0, v_dim), value=1.0)
+    _scale_rows(q_up.weight, q_factors.flatten(), tp_rank)
+    _scale_rows(kv_up.weight, kv_factors.flatten(), tp_rank)
+
+
+def _scale_rows(weight: Tensor, factors: Tensor, tp_rank: int) -> None:
+    """Multiply each row of this rank's heads, or those of them that FSDP leaves to this rank, by its factor."""
+    local, first = local_tensor(weight), 0
+    if local.shape[0] != factors.shape[0]:
+        first = weight.__create_chunk_list__()[0].offsets[0] - tp_rank * factors.shape[0]
+    local.copy_(local * factors[first : first + local.shape[0], None])

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+
+class Share(NamedTuple):
+    """Which part of a weight a layer holds: the `rank`-th of `size` equal parts along `dim`."""
+
+    dim: int
+    rank: int
+    size: int
 
 
 def identity(tensor: Tensor) -> Tensor:
@@ -38,6 +47,9 @@ class Linear(LocalParameters):
 
     The bias is not added: it is returned by the attention layer for the caller to fuse, as Megatron-LM does. Its
     gradient has then passed the caller's rows, not this layer's: `sum_bias_gradient` is its own `sum_gradient`.
+
+    With a `share` the widths are those of the part, and its values are those that the part of the whole weight would
+    have been drawn: ranks with the same seed hold different parts of one weight.
     """
 
     sum_bias_gradient: Callable[[Tensor], Tensor] = staticmethod(identity)
@@ -49,6 +61,7 @@ class Linear(LocalParameters):
         *,
         bias: bool = False,
         init_std: float,
+        share: Share | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -56,12 +69,19 @@ class Linear(LocalParameters):
         self.in_features = in_features
         self.out_features = out_features
         self.init_std = init_std
+        self.share = share
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=self.init_std)
+        if self.share is None:
+            nn.init.normal_(self.weight, std=self.init_std)
+        else:
+            dim, rank, size = self.share
+            whole = torch.cat([torch.empty_like(self.weight)] * size, dim=dim)
+            with torch.no_grad():
+                self.weight.copy_(whole.normal_(std=self.init_std).chunk(size, dim)[rank])
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
@@ -144,8 +164,12 @@ class TorchLayers:
         self.device = device
         self.dtype = dtype
 
-    def linear(self, in_features: int, out_features: int, *, bias: bool = False, init_std: float) -> Linear:
-        return Linear(in_features, out_features, bias=bias, init_std=init_std, device=self.device, dtype=self.dtype)
+    def linear(
+        self, in_features: int, out_features: int, *, bias: bool = False, init_std: float, share: Share | None = None
+    ) -> Linear:
+        return Linear(
+            in_features, out_features, bias=bias, init_std=init_std, share=share, device=self.device, dtype=self.dtype
+        )
 
     def rms_norm(self, width: int, eps: float) -> RMSNorm:
         return RMSNorm(width, eps, device=self.device, dtype=self.dtype)
