@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .key_ranges import key_ranges
+from .key_ranges_kernel import launch_key_ranges
 from .selection_checks import check_indexer_inputs, check_kernel_width, require_kernel_device
 from .topk_pieces import CAUSAL, RANGES
 
@@ -242,7 +242,9 @@ def _indexer_scores(
         return out
     begin = end = None
     if cu_seqlens is not None or q_positions is not None:
-        begin, end = key_ranges(rows, keys, device=index_q.device, cu_seqlens=cu_seqlens, q_positions=q_positions)
+        begin, end = launch_key_ranges(
+            rows, keys, device=index_q.device, cu_seqlens=cu_seqlens, q_positions=q_positions
+        )
     launch_scores(
         unit_last_stride(index_q),
         unit_last_stride(index_k),

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .indexer_scores import launch_scores, unit_last_stride
-from .key_ranges import key_ranges
+from .key_ranges_kernel import launch_key_ranges
 from .selection_checks import check_indexer_inputs, check_kernel_width, check_topk, require_kernel_device
 from .topk_pieces import CAUSAL, RANGES
 from .topk_select import launch_topk
@@ -69,7 +69,9 @@ def _indexer_topk(
     index_weights = unit_last_stride(index_weights.float())
     begin = end = None
     if cu_seqlens is not None or q_positions is not None:
-        begin, end = key_ranges(rows, keys, device=index_q.device, cu_seqlens=cu_seqlens, q_positions=q_positions)
+        begin, end = launch_key_ranges(
+            rows, keys, device=index_q.device, cu_seqlens=cu_seqlens, q_positions=q_positions
+        )
     causal = q_positions is None
     tiles = list(row_tiles(rows, keys, causal=causal, budget_elements=max(1, budget_bytes // 4)))
     buffer = index_q.new_empty(

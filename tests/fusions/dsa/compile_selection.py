@@ -105,9 +105,19 @@ def compile_topk(target: Target, preset: str, key_range: int, units: int = 12345
     }
 
 
+def compile_ranges(target: Target) -> int:
+    """Bytes spilled by the kernel that finds each row's keys."""
+    from mla_attention.fusions.dsa.key_ranges_kernel import _key_ranges_kernel
+
+    offsets, rows = torch.empty(9, dtype=torch.int32), torch.empty(64, dtype=torch.int32)
+    arguments = (rows.long(), offsets, rows, rows, 64, 64, 9, 8)
+    return compile_kernel(_key_ranges_kernel, arguments, tuple(target), BLOCK=1024).spills
+
+
 def compile_all(target: Target) -> dict:
     """Facts of every kernel for one target; the presets share their top-k."""
     return {
+        "ranges": compile_ranges(target),
         "scores": {
             "glm5": compile_scores(target, "glm5", 1, "bfloat16"),
             "glm5 packed": compile_scores(target, "glm5", 2, "bfloat16"),

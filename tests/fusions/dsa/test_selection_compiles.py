@@ -13,6 +13,7 @@ MODULE = "tests.fusions.dsa.compile_selection"
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: f"{target[0]}-{target[1]}")
 def test_every_kernel_preset_and_range_compiles(target):
     facts = in_fresh_process(f"{MODULE}:compile_all", target=target)
+    assert facts["ranges"] == 0
     for preset, scores in facts["scores"].items():
         if target in CUDA_TARGETS:
             assert scores["spills"] == 0, (preset, scores)
