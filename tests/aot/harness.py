@@ -4,6 +4,7 @@ A process either interprets kernels or compiles them, so a test that runs under 
 to call a function that uses `compile_kernel` and returns facts as JSON.
 """
 
+import atexit
 import importlib
 import json
 import os
@@ -91,18 +92,16 @@ class Compiled:
 
     @property
     def memory_order(self) -> list[str]:
-        """Global loads, global stores and CTA barriers in the order of the assembly: 'load', 'store', 'barrier'."""
+        """'load' and 'store' of global memory, 'barrier' of a program, 'warp_barrier', in the order of the assembly."""
         if "ptx" in self.kernel.asm:
-            text, load, store, barrier = (
-                self.ptx,
-                r"ld\.global",
-                r"st\.global",
-                r"bar(?:rier)?\.(?:cta\.)?(?:warp\.)?sync",
-            )
+            text, load, store = self.ptx, r"ld\.global", r"st\.global"
+            barrier, warp_barrier = r"bar\.sync|barrier\.(?:cta\.)?sync", r"bar\.warp\.sync"
         else:
-            text, load, store, barrier = self.amdgcn, "(?:buffer|global)_load", "(?:buffer|global)_store", "s_barrier"
-        pattern = rf"\b(?:(?P<load>{load})|(?P<store>{store})|(?P<barrier>{barrier}))"
-        return [str(match.lastgroup) for match in re.finditer(pattern, text)]
+            text, load, store = self.amdgcn, "(?:buffer|global)_load", "(?:buffer|global)_store"
+            barrier, warp_barrier = "s_barrier", "wave_barrier"
+        kinds = {"load": load, "store": store, "barrier": barrier, "warp_barrier": warp_barrier}
+        pattern = "|".join(f"(?P<{kind}>{expression})" for kind, expression in kinds.items())
+        return [str(match.lastgroup) for match in re.finditer(rf"\b(?:{pattern})", text)]
 
 
 def compile_kernel(
@@ -134,6 +133,19 @@ def compile_kernel(
         jit_fn = jit_fn.fn
     jit_fn.device_caches.clear()  # else a second target is handed the first one's binary
     return Compiled(jit_fn.warmup(*args, grid=(1,), num_warps=num_warps, num_stages=num_stages, **constexprs))
+
+
+def stop_at_ptx() -> None:
+    """Skip ptxas for the rest of the process, for facts that the PTX alone tells.
+
+    The cache is a temporary one from then on: a real launch must never find such a kernel.
+    """
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    folder = tempfile.TemporaryDirectory(prefix="triton-ptx-")
+    atexit.register(folder.cleanup)
+    os.environ["TRITON_CACHE_DIR"] = folder.name
+    CUDABackend.make_cubin = lambda *_: b""
 
 
 def without_debug_lines(ptx: str) -> str:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import mla_attention.fusions as fused
 from mla_attention.fusions import reference
@@ -86,7 +87,7 @@ def test_compiled_in_place_changes_the_argument():
 
 
 def test_dynamic_shapes_compile_once():
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
     for tokens in (10, 11, 13, 15, 16):  # (the first differs from all widths: torch takes equal sizes for one symbol)
         x = random(tokens, B, HEADS, NOPE + EMB, grad=True)
