@@ -285,7 +285,15 @@ def indexer_tile(itemsize: int, columns: int) -> tuple[DenseBlocks, DenseBlocks]
     return DenseBlocks(64, 128, 8, 2), DenseBlocks(32, 128, 8, 2)
 
 
-def dense_lse(query: Tensor, key: Tensor, begin: Tensor, end: Tensor, softmax_scale: float) -> Tensor:
+def dense_lse(
+    query: Tensor,
+    key: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    softmax_scale: float,
+    *,
+    blocks: DenseBlocks | None = None,
+) -> Tensor:
     """Natural log-sum-exp of the attention scores over begin <= s < end, fp32 [T, n]; -inf for an empty range.
 
     Args:
@@ -294,12 +302,13 @@ def dense_lse(query: Tensor, key: Tensor, begin: Tensor, end: Tensor, softmax_sc
         begin: int32 [T].
         end: int32 [T].
         softmax_scale: factor of the scores.
+        blocks: another cut than the rule's.
     """
     rows, heads, width = query.shape
     lse = torch.empty(rows, heads, dtype=torch.float32, device=query.device)
     if rows == 0 or key.shape[0] == 0:
         return lse.fill_(-torch.inf)
-    blocks = attention_tile(query.element_size(), shared_memory(query))
+    blocks = blocks or attention_tile(query.element_size(), shared_memory(query))
     dense_lse_kernel[(triton.cdiv(rows, blocks.rows) * heads,)](
         query,
         key,
@@ -322,7 +331,15 @@ def dense_lse(query: Tensor, key: Tensor, begin: Tensor, end: Tensor, softmax_sc
 
 
 def dense_head_sums(
-    query: Tensor, key: Tensor, begin: Tensor, end: Tensor, lse: Tensor, softmax_scale: float, out: Tensor
+    query: Tensor,
+    key: Tensor,
+    begin: Tensor,
+    end: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    out: Tensor,
+    *,
+    blocks: DenseBlocks | None = None,
 ) -> None:
     """Write head-summed attention probabilities fp32 [T, S] to out, for every pair with begin <= s < end.
 
@@ -334,11 +351,12 @@ def dense_head_sums(
         lse: fp32 [T, n] over the same ranges.
         softmax_scale: factor of the scores.
         out: fp32 [T, S]; other pairs become 0 or, in tiles without an allowed one, stay as they are.
+        blocks: another cut than the rule's.
     """
     rows, heads, width = query.shape
     if out.numel() == 0:
         return
-    blocks = attention_tile(query.element_size(), shared_memory(query))
+    blocks = blocks or attention_tile(query.element_size(), shared_memory(query))
     dense_head_sums_kernel[(triton.cdiv(rows, blocks.rows) * triton.cdiv(key.shape[0], blocks.keys),)](
         query,
         key,
@@ -371,6 +389,7 @@ def dense_indexer_gradient(
     end: Tensor,
     *,
     relu: bool,
+    blocks: tuple[DenseBlocks, DenseBlocks] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the indexer's inputs from a tile of d kl / d scores.
 
@@ -383,6 +402,7 @@ def dense_indexer_gradient(
         begin: int32 [T].
         end: int32 [T].
         relu: whether dot products were clipped at 0.
+        blocks: another cut than the rule's, of the query and of the key gradient.
 
     Returns:
         (dq [T, Hi, Di] in index_q's dtype, dk fp32 [S, Di], dw fp32 [T, Hi]).
@@ -395,7 +415,7 @@ def dense_indexer_gradient(
         return grad_q.zero_(), grad_k.zero_(), grad_weights.zero_()
     columns = padded_width(dim)
     sizes = {"HEADS": heads, "DIM": dim, "COLUMNS": columns, "RELU": relu, "INTERPRETED": interpreted()}
-    query_blocks, key_blocks = indexer_tile(index_q.element_size(), columns)
+    query_blocks, key_blocks = blocks or indexer_tile(index_q.element_size(), columns)
     dense_query_gradient_kernel[(triton.cdiv(rows, query_blocks.rows) * heads,)](
         index_q,
         index_k,

@@ -271,14 +271,21 @@ def head_sums_on_slots(
 
 
 def scores_on_slots(
-    index_q: Tensor, index_k: Tensor, index_weights: Tensor, slots: Tensor, counts: Tensor, *, relu: bool
+    index_q: Tensor,
+    index_k: Tensor,
+    index_weights: Tensor,
+    slots: Tensor,
+    counts: Tensor,
+    *,
+    relu: bool,
+    blocks: SlotBlocks | None = None,
 ) -> Tensor:
     """Indexer scores of the selected keys, fp32 [T, padded K]; contiguous inputs, fp32 weights."""
     tokens, heads, dim = index_q.shape
     scores = torch.empty(slots.shape, dtype=torch.float32, device=index_q.device)
     if tokens == 0:
         return scores
-    blocks = slot_blocks(heads, index_q.element_size())
+    blocks = blocks or slot_blocks(heads, index_q.element_size())
     slot_scores_kernel[(tokens,)](
         index_q,
         index_k,
@@ -312,6 +319,7 @@ def indexer_gradient_on_slots(
     relu: bool,
     ordered: bool,
     scratch_bytes: int,
+    blocks: SlotBlocks | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of the indexer's inputs from d kl / d scores on the slots.
 
@@ -326,6 +334,7 @@ def indexer_gradient_on_slots(
         relu: whether dot products were clipped at 0.
         ordered: add the shares of a key in a fixed order, without atomics.
         scratch_bytes: most bytes of the shares that are written out for ordered sums.
+        blocks: another cut than the rule's.
 
     Returns:
         (dq [T, Hi, Di] in index_q's dtype, dk fp32 [S, Di], dw fp32 [T, Hi]).
@@ -334,7 +343,7 @@ def indexer_gradient_on_slots(
     grad_q = torch.empty_like(index_q)
     grad_k = torch.zeros(index_k.shape, dtype=torch.float32, device=index_k.device)
     grad_weights = torch.empty_like(index_weights)
-    blocks = slot_blocks(heads, index_q.element_size())
+    blocks = blocks or slot_blocks(heads, index_q.element_size())
     padded_slots = slots.shape[1]
     step = min(tokens, max(1, scratch_bytes // (4 * padded_slots * dim))) if ordered else tokens
     shares = torch.empty((step, 1, padded_slots, dim) if ordered else (0,), dtype=torch.float32, device=index_k.device)
