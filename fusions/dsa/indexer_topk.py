@@ -21,7 +21,7 @@ from .indexer_scores import launch_scores, unit_last_stride
 from .key_ranges_kernel import launch_key_ranges
 from .selection_checks import check_indexer_inputs, check_kernel_width, check_topk, require_kernel_device
 from .topk_pieces import CAUSAL, RANGES
-from .topk_select import launch_topk
+from .topk_select import choose_topk_blocks, launch_topk
 
 _ROW_MULTIPLE = 64
 
@@ -100,6 +100,7 @@ def _indexer_topk(
             scores,
             chosen,
             topk=min(taken, width),
+            blocks=choose_topk_blocks(topk, keys),
             key_range=CAUSAL if begin is None else RANGES,
             first_row=first,
             begin=range_of_tile[0],

@@ -195,8 +195,14 @@ class TopkBlocks:
     max_registers: int | None  # per thread; more registers, fewer resident programs
 
 
-def choose_topk_blocks(topk: int) -> TopkBlocks | None:
-    """Choices by rule, from `topk` alone: rows of any length share one compilation. None: the bisected kernel."""
+def choose_topk_blocks(topk: int, keys: int | None = None) -> TopkBlocks | None:
+    """Choices by rule; None asks for the bisected kernel.
+
+    `topk` alone decides, also where it exceeds the number of keys, so that rows of any length share one compilation.
+    Only a `topk` that is too large for a buffer is cut to `keys`.
+    """
+    if keys is not None and 2 * topk > _LARGEST_CAPACITY:
+        topk = min(topk, keys)
     capacity = max(_SMALLEST_CAPACITY, triton.next_power_of_2(2 * topk))
     if capacity > _LARGEST_CAPACITY:
         return None
@@ -311,7 +317,8 @@ def _topk_select(scores: Tensor, topk: int) -> Tensor:
     taken = min(topk, scores.shape[1])
     out = scores.new_empty((scores.shape[0], taken), dtype=torch.int64)
     if out.numel():
-        launch_topk(scores if scores.stride(1) == 1 else scores.contiguous(), out, topk=taken)
+        scores = scores if scores.stride(1) == 1 else scores.contiguous()
+        launch_topk(scores, out, topk=taken, blocks=choose_topk_blocks(topk, scores.shape[1]))
     return out
 
 

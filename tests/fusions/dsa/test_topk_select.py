@@ -20,6 +20,11 @@ SAMPLED = TopkBlocks(256, 4, sample=128, group=4, mark_block=512, programs_per_s
 PATHS = {"buffered": {"blocks": BUFFERED}, "sampled": {"blocks": SAMPLED}, "bisected": {"bisect": True}}
 
 
+@pytest.fixture(autouse=True)
+def same_numbers():
+    torch.manual_seed(0)
+
+
 def launch(scores, topk, **options):
     out, guard = guarded(torch.full((scores.shape[0], topk), -7, device=DEVICE))
     with guarded_allocations():
@@ -72,9 +77,9 @@ def left(monkeypatch):
     return marks
 
 
-@pytest.mark.parametrize("topk", [1, 100, 128])
+@pytest.mark.parametrize("topk", [1, 40, 90])
 def test_sampled_kernel_does_plain_rows_alone_and_leaves_the_rest(topk, left):
-    plain = torch.randn(3, 1024, device=DEVICE)
+    plain = torch.randn(3, 1024).to(DEVICE)
     plain[1, ::5] = math.nan  # numbers are still more than enough
     out = launch(torch.cat([plain, oracles.awkward_rows(1024, DEVICE)[[2, 4, 7, 11]]]), topk, blocks=SAMPLED)
     assert left[0].tolist() == [0, 0, 0, 1, 1, 1, 1]
@@ -82,7 +87,7 @@ def test_sampled_kernel_does_plain_rows_alone_and_leaves_the_rest(topk, left):
 
 
 def test_sampled_kernel_does_rows_whose_largest_scores_are_zeros(left):
-    scores = -torch.rand(2, 1024, device=DEVICE)
+    scores = -torch.rand(2, 1024).to(DEVICE)
     scores[:, torch.randperm(1024)[:220]] = 0.0  # the bound lies just below zero, where -0.0 would be
     scores[1] = -scores[1].neg()
     out = launch(scores, 100, blocks=SAMPLED)
@@ -160,6 +165,8 @@ def test_a_hundred_runs_select_one_set():
 @pytest.mark.parametrize("topk", [1, 8, 511, 512, 2047, 2048, 2049, 8192, 8193])
 def test_rule_leaves_room_in_the_buffer(topk):
     blocks = choose_topk_blocks(topk)
+    assert choose_topk_blocks(topk, 10**6) == blocks
+    assert choose_topk_blocks(topk, 5) == (blocks or choose_topk_blocks(5))
     if topk > 8192:
         assert blocks is None
         return
