@@ -81,7 +81,7 @@ def _indexer_topk(
         tile = slice(first, stop)
         stride = _padded(width)
         scores = buffer[: (stop - first) * stride].view(stop - first, stride)[:, :width]
-        range_of_tile = (None, None) if begin is None else (begin[tile], end[tile])
+        range_of_tile = (None, None) if begin is None or end is None else (begin[tile], end[tile])
         launch_scores(
             index_q[tile],
             index_k[:width],
