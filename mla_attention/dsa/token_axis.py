@@ -70,12 +70,12 @@ class TokenAxis:
         if indexed.weights.numel() == 0:
             return indexed.weights.sum(-1).view(self.tokens.batch_size, self.tokens.rows)  # no row
         rows = []
-        for b, (iq, ik, iw, q, k) in enumerate(self._sequences(*indexed, query.detach(), keys.detach())):
+        for b, (iq, ik, iw, q, k) in enumerate(self._sequences(*indexed, query, keys)):
             if indices is None:
                 support = self._scoring()
             else:  # selected keys are visible ones
                 support = {**self._scoring(), "cu_seqlens": None, "q_positions": None, "topk_indices": indices[b]}
-                support["lse"] = None if lse is None else lse[b].detach()
+                support["lse"] = None if lse is None else lse[b]
             support["tp_group"] = self.tp_group
             with _without_autocast(query.device):
                 rows.append(self.functions.indexer_kl(iq, ik, iw, q, k, self.softmax_scale, **support))

@@ -133,6 +133,17 @@ def test_offsets_that_the_host_never_read():
     assert torch.equal(aux.topk_indices, own.topk_indices)
 
 
+def test_a_longest_sequence_that_is_overstated():
+    layer, hidden = build(dsa_config(dsa_indexer_topk=64)), tokens(36)
+    overstated = PackedSeqParams(offsets([16, 20]), max_seqlen_q=400)
+    output, _, aux = layer(hidden, packed_seq_params=overstated, return_aux=True)
+    expected, _, own = layer(hidden, packed_seq_params=PackedSeqParams(offsets([16, 20])), return_aux=True)
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
+    assert aux.topk_indices.shape == (1, 36, 64)  # min(K, max_seqlen)
+    assert torch.equal(aux.topk_indices[..., :20], own.topk_indices)
+    assert (aux.topk_indices[..., 20:] == -1).all()
+
+
 def test_shared_indices_stay_inside_their_sequence():
     layer, hidden, packed = build(dsa_config()), tokens(sum(LENGTHS)), PackedSeqParams(offsets(LENGTHS))
     output, _, aux = layer(hidden, packed_seq_params=packed, return_aux=True)

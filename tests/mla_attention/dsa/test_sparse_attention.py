@@ -406,6 +406,13 @@ def test_autocast_of_an_fp32_layer():
     assert (output - expected).norm() < 0.03 * expected.norm()
 
 
+def test_a_latent_norm_that_answers_in_fp32_as_under_autocast():
+    layer = build(dsa_config(), torch.bfloat16)
+    expected = layer(hidden_states(dtype=torch.bfloat16))[0]
+    layer.kv_layernorm.register_forward_hook(lambda module, args, output: output.float())
+    assert torch.equal(layer(hidden_states(dtype=torch.bfloat16))[0], expected)
+
+
 def test_bfloat16_is_near_the_fp64_layer_on_the_same_keys():
     layer = build(dsa_config())
     small = build(dsa_config(), torch.bfloat16)
