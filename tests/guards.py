@@ -1,10 +1,11 @@
 """Memory that tells when a kernel wrote where it must not, or read what it must not.
 
-Every allocation is filled with NaN (integers: a rare value) and lies between bands of the same filling.
+Every allocation is filled with a NaN of its own (integers: a rare value) and lies between bands of the same filling.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 from unittest import mock
 
@@ -12,9 +13,16 @@ import torch
 from torch import Tensor
 
 BAND = 512
-_RARE = {torch.int32: 0x5A5A5A5A, torch.int64: 0x5A5A5A5A5A5A5A5A, torch.uint8: 0x5A, torch.bool: True}
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_RARE = {torch.int32: 0x5A5A5A00, torch.int64: 0x5A5A5A5A5A5A5A00}
+_NAN = {torch.bfloat16: 0x7FC0, torch.float16: 0x7E00, torch.float32: 0x7FC00000, torch.float64: 0x7FF8000000000000}
 _empty = torch.empty
+_allocations = count()
+
+
+def _poison(dtype: torch.dtype) -> int:
+    """Bits of a NaN (or a rare integer) that the next 50 allocations do not share: a stray copy is a change."""
+    return (_NAN | _RARE).get(dtype, 0) + 1 + next(_allocations) % 50
 
 
 class Guarded:
@@ -41,17 +49,19 @@ class Guarded:
             stride = _empty(shape, device="meta").stride()
         span = 0 if 0 in shape else 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         self._buffer = _empty(span + 2 * BAND + offset, dtype=dtype, device=device)
-        self._buffer.fill_(_RARE.get(dtype, float("nan")))
-        self._poison = self._buffer[:1].clone()
+        self._poison = _poison(dtype)
+        self._bits().fill_(self._poison)
         self._geometry = (shape, stride, BAND + offset)
         self.tensor = self._buffer.as_strided(*self._geometry)
+
+    def _bits(self) -> Tensor:
+        return self._buffer.view(_BITS[self._buffer.element_size()])
 
     def check(self) -> None:
         """Fail if any element outside the tensor has changed by a single bit."""
         covered = torch.zeros(self._buffer.shape, dtype=torch.bool, device=self._buffer.device)
         covered.as_strided(*self._geometry).fill_(True)
-        bits = _BITS[self._buffer.element_size()]
-        changed = (self._buffer.view(bits) != self._poison.view(bits)) & ~covered
+        changed = (self._bits() != self._poison) & ~covered
         where = changed.nonzero().flatten().tolist()
         assert not where, (
             f"{len(where)} elements outside a tensor of shape {self._geometry[0]} were written: {where[:8]}"

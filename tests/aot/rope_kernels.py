@@ -125,6 +125,7 @@ def chosen_launches(targets: list[Target], shapes: list[str], packed: bool) -> l
                     {
                         "case": (target, shape, function),
                         "spills": kernel.spills,
+                        "fused_products": "fma.rn" in kernel.kernel.asm.get("ptx", ""),
                         "order": order,
                         "warps": kernel.kernel.metadata.num_warps,
                     }

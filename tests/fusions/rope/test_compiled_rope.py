@@ -44,6 +44,7 @@ def test_a_barrier_parts_loads_from_stores_for_every_block(arch, layouts):
 def test_default_launches_compile_without_spills(target, shapes, packed):
     for fact in in_fresh_process(f"{MODULE}:chosen_launches", targets=[target], shapes=shapes, packed=packed):
         assert fact["spills"] == 0, fact["case"]
+        assert not fact["fused_products"], fact["case"]  # the twin rounds products as well
         if fact["order"] and target[0] == "cuda":
             assert_barrier_between(fact["order"], fact["warps"], fact["case"])
 
