@@ -107,7 +107,8 @@ def _base_to_rewrite(t: Tensor) -> tuple[Tensor | None, bool]:
     if made == meta.DEFAULT:
         if base.is_leaf:
             raise RuntimeError("t is a view of a leaf that requires grad, to be changed in place: pass t.clone()")
-        whole = base.numel() == t.numel() and base.is_contiguous() and t.is_contiguous()
+        same_elements = base.numel() == t.numel() and base.storage_offset() == t.storage_offset()
+        whole = same_elements and base.dtype == t.dtype and base.is_contiguous() and t.is_contiguous()
         return (base if whole else None), False
     if made == meta.IN_CUSTOM_FUNCTION and not base.requires_grad:
         return None, True
