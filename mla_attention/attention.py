@@ -23,6 +23,7 @@ from mla_attention.configs import MLAConfig
 from mla_attention.core_attention import build_core_attention
 from mla_attention.dsa.absorb import absorb_query, latent_attention, split_up_projection, up_project_value
 from mla_attention.forward_checks import check_combination, check_hidden_states, refuse_topk_indices
+from mla_attention.head_groups import attend_in_groups, head_groups
 from mla_attention.key_value_assembly import KeyValueAssembly
 from mla_attention.latent_cache import LatentCache
 from mla_attention.layers import build_layers
@@ -87,6 +88,7 @@ class MLASelfAttention(nn.Module):
         self.assemble = KeyValueAssembly(config)
 
         layers = build_layers(backend, device, dtype)
+        dense = config.experimental_attention_variant is None  # else the normed latents themselves are needed
         q_width = self.num_heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
         kv_width = self.num_heads * (config.qk_head_dim + config.v_head_dim)
         std, eps = config.init_method_std, config.layernorm_epsilon
@@ -95,12 +97,25 @@ class MLASelfAttention(nn.Module):
         else:
             self.linear_q_down_proj = layers.linear(config.hidden_size, config.q_lora_rank, init_std=std)
             self.q_layernorm = layers.rms_norm(config.q_lora_rank, eps)
-            self.linear_q_up_proj = layers.linear(config.q_lora_rank, q_width, init_std=std, share=self.comm.share(0))
+            self.linear_q_up_proj = layers.linear(
+                config.q_lora_rank,
+                q_width,
+                init_std=std,
+                share=self.comm.share(0),
+                norm=self.q_layernorm if dense else None,
+            )
         self.linear_kv_down_proj = layers.linear(
             config.hidden_size, config.kv_lora_rank + config.qk_pos_emb_head_dim, init_std=std
         )
         self.kv_layernorm = layers.rms_norm(config.kv_lora_rank, eps)
-        self.linear_kv_up_proj = layers.linear(config.kv_lora_rank, kv_width, init_std=std, share=self.comm.share(0))
+        self.linear_kv_up_proj = layers.linear(
+            config.kv_lora_rank,
+            kv_width,
+            init_std=std,
+            share=self.comm.share(0),
+            norm=self.kv_layernorm if dense else None,
+        )
+        self.assemble.check(self.linear_kv_up_proj)
         self.linear_proj = layers.linear(
             self.num_heads * config.v_head_dim,
             config.hidden_size,
@@ -108,7 +123,7 @@ class MLASelfAttention(nn.Module):
             init_std=std / math.sqrt(2 * config.num_layers),
             share=self.comm.share(1),
         )
-        self.core_attention: nn.Module = build_core_attention(config, self.softmax_scale)
+        self.core_attention: nn.Module = build_core_attention(config, self.softmax_scale, backend)
         if config.experimental_attention_variant == "dsa":
             from mla_attention.dsa.sparse_attention import SparseAttention
 
@@ -181,11 +196,13 @@ class MLASelfAttention(nn.Module):
         """
         tokens = self._token_layout(hidden_states, None, packed_seq_params, position_ids, None)
         q_latent, kv_latent, k_pe = self._project_down(self._enter(hidden_states, tokens))
-        q_compressed = None if self.config.q_lora_rank is None else q_latent
+        q_compressed = None if self.config.q_lora_rank is None else self.q_layernorm.normed(q_latent)
+        kv_compressed = self.kv_layernorm.normed(kv_latent)
         if self.config.experimental_attention_variant == "dsa":
             absorbed = self._absorb(q_latent, *self._key_latents(kv_latent, k_pe, tokens), tokens)
-            return (*absorbed, None, q_compressed, kv_latent)
-        return (*self._expand(q_latent, *self._key_latents(kv_latent, k_pe, tokens), tokens), q_compressed, kv_latent)
+            return (*absorbed, None, q_compressed, kv_compressed)
+        expanded = self._expand(q_latent, *self._key_latents(kv_latent, k_pe, tokens), tokens)
+        return (*expanded, q_compressed, kv_compressed)
 
     @torch.no_grad()
     def clip_qk(self, max_logits: Tensor, threshold: float | None = None, alpha: float | None = None) -> None:
@@ -201,12 +218,11 @@ class MLASelfAttention(nn.Module):
 
         Source: Kimi K2 technical report (arXiv 2507.20534), section 2.1.
         """
-        up_proj = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
         if hasattr(self, "reshard"):
             self.reshard()  # under FSDP: gathered parameters are copies, what is written there is lost
         clip_projections(
             self.config,
-            up_proj,
+            self.query_up_proj,
             self.linear_kv_up_proj,
             max_logits,
             self.num_heads,
@@ -219,7 +235,7 @@ class MLASelfAttention(nn.Module):
 
     def _project_down(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Normed latents `[.., Rq]`, `[.., Rkv]` and the shared rotary key `[.., Dr]`; without q_lora_rank the query's
-        latent is the hidden state."""
+        latent is the hidden state. Where the up projections apply the norms, the latents are not normed yet."""
         config = self.config
         if config.q_lora_rank is None:
             q_latent, kv = hidden, self.linear_kv_down_proj(hidden)
@@ -258,8 +274,13 @@ class MLASelfAttention(nn.Module):
                 largest.append(self.comm.max_over_context(largest_logits(query, key, self.softmax_scale, tokens)))
             return self.core_attention(query, key, value, tokens)
 
-        context = self._with_operands(self._expand, core, (q_latent, kv_latent, k_pe), tokens)
-        return context, AttentionAux(max_attention_logits=largest[0] if largest else None)
+        latents = (q_latent, kv_latent, k_pe)
+        groups = head_groups(self, q_latent)
+        if groups == 1:
+            context = self._with_operands(self._expand, core, latents, tokens)
+        else:
+            context = attend_in_groups(self, core, latents, tokens, groups)
+        return context, AttentionAux(max_attention_logits=torch.cat(largest) if largest else None)
 
     def _attend_sparse(
         self,
@@ -316,19 +337,18 @@ class MLASelfAttention(nn.Module):
         """`core(*operands(*latents, tokens))`, the operands recomputed in backward where the config says so."""
         if not self.config.recompute_up_proj:
             return core(*operands(*latents, tokens))
-        q_up = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
         return with_recomputed_operands(
             lambda *latents: operands(*latents, tokens),
             core,
             latents,
-            (*q_up.parameters(), *self.linear_kv_up_proj.parameters()),
+            (*self.query_up_proj.recomputable_parameters(), *self.linear_kv_up_proj.recomputable_parameters()),
         )
 
     def _expand(
         self, q_latent: Tensor, kv_latent: Tensor, k_pe: Tensor, tokens: TokenLayout
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated query and key `[.., n, Dn+Dr]` and value `[.., n, Dv]`."""
-        query = self._rotate_query(self._query(q_latent), tokens)
+        query = self.rotate_query(self._query(q_latent), tokens)
         key, value = self.assemble(kv_latent, k_pe, self.linear_kv_up_proj, tokens.keys)
         return query, key, value
 
@@ -336,7 +356,7 @@ class MLASelfAttention(nn.Module):
         """Absorbed query `[.., n, Rkv+Dr]` and key `[.., 1, Rkv+Dr]`, rotated."""
         q_nope, q_pe = self._query(q_latent).split([self.config.qk_head_dim, self.config.qk_pos_emb_head_dim], dim=-1)
         rope = self.assemble.rope
-        keys = tokens.keys
+        keys, kv_latent = tokens.keys, self.kv_layernorm.normed(kv_latent)
         query = rope.fused_mla_rope_concat(
             absorb_query(q_nope, self._key_up()),
             q_pe,
@@ -355,17 +375,21 @@ class MLASelfAttention(nn.Module):
         )
         return query, key
 
+    @property
+    def query_up_proj(self) -> nn.Module:
+        """The projection that makes queries: `linear_q_up_proj`, or `linear_q_proj` without q_lora_rank."""
+        return self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
+
     def _query(self, q_latent: Tensor) -> Tensor:
         """Query `[.., n, Dn+Dr]`, not yet rotated."""
-        up_proj = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
-        query = up_proj(q_latent)
+        query = self.query_up_proj(q_latent)
         return query.unflatten(-1, (self.num_heads, query.shape[-1] // self.num_heads))
 
-    def _rotate_query(self, query: Tensor, tokens: TokenLayout) -> Tensor:
+    def rotate_query(self, query: Tensor, tokens: TokenLayout) -> Tensor:
         """Rotated query, in the projection's own memory unless a forward hook may have kept that."""
-        up_proj = self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
         rope = self.assemble.rope
-        rotate = rope.fused_mla_rope_out_of_place if up_proj._forward_hooks else rope.fused_apply_mla_rope_for_q
+        kept = self.query_up_proj._forward_hooks
+        rotate = rope.fused_mla_rope_out_of_place if kept else rope.fused_apply_mla_rope_for_q
         return rotate(
             query,
             tokens.cos,

@@ -59,7 +59,10 @@ class KeyValueAssembly:
         """
         if self._way(kv_latent, up_proj) == "split":
             return self._split(kv_latent, k_pe, up_proj, tokens)
-        weight = up_proj.local_weight()
+        return self.up_project(kv_latent, k_pe, up_proj.local_weight(), tokens)
+
+    def up_project(self, kv_latent: Tensor, k_pe: Tensor, weight: Tensor, tokens: TokenLayout) -> tuple[Tensor, Tensor]:
+        """Key and value, as `__call__`, of the heads whose rows `weight` `[n*(Dn+Dv), Rkv]` holds, by "gemm"."""
         if torch.is_autocast_enabled(kv_latent.device.type):
             dtype = torch.get_autocast_dtype(kv_latent.device.type)
             kv_latent, k_pe, weight = kv_latent.to(dtype), k_pe.to(dtype), weight.to(dtype)
@@ -68,16 +71,27 @@ class KeyValueAssembly:
     def _way(self, kv_latent: Tensor, up_proj: Linear) -> str:
         if self.name == "split":
             return "split"
-        obstacle = None
-        if type(up_proj) is not Linear:
-            obstacle = f"linear_kv_up_proj is a {type(up_proj).__name__}"
-        elif up_proj._forward_hooks or up_proj._forward_pre_hooks:
-            obstacle = "linear_kv_up_proj has forward hooks"
         if self.name == "gemm":
-            if obstacle:
-                raise ValueError(f"kv_assembly: given 'gemm', but {obstacle}; allowed are 'auto' and 'split'")
+            self.check(up_proj)
             return "gemm"
-        return "gemm" if kv_latent.is_cuda and obstacle is None else "split"
+        return "gemm" if kv_latent.is_cuda and self._obstacle(up_proj) is None else "split"
+
+    def check(self, up_proj: Linear) -> None:
+        """Refuse a forced "gemm" where the up-projection cannot be bypassed.
+
+        Raises:
+            ValueError: naming what stands in the way.
+        """
+        obstacle = self._obstacle(up_proj)
+        if self.name == "gemm" and obstacle:
+            raise ValueError(f"kv_assembly: given 'gemm', but {obstacle}; allowed are 'auto' and 'split'")
+
+    def _obstacle(self, up_proj: Linear) -> str | None:
+        if type(up_proj) is not Linear:
+            return f"linear_kv_up_proj is a {type(up_proj).__name__}"
+        if up_proj._forward_hooks or up_proj._forward_pre_hooks:
+            return "linear_kv_up_proj has forward hooks"
+        return None
 
     def _split(self, kv_latent: Tensor, k_pe: Tensor, up_proj: Linear, tokens: TokenLayout) -> tuple[Tensor, Tensor]:
         kv = up_proj(kv_latent)

@@ -4,7 +4,7 @@
     dlatent = dvalue @ Wv + dkey @ [Wk | 0]
     dWk[h] = dkey[:, h, :Dn]^T latent      dWv[h] = dvalue[:, h]^T latent
 
-Registered operators, so that torch.compile takes them as they are.
+Under torch.compile they are operators that it takes as they are; otherwise plain calls, which cost the host less.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-@torch.library.custom_op("mla_attention::up_project_into", mutates_args=("key", "value"))
 def up_project_into(latent: Tensor, weight: Tensor, key: Tensor, value: Tensor) -> None:
     """Write k_nope into the first channels of `key`, and `value`, of every head.
 
@@ -24,6 +23,16 @@ def up_project_into(latent: Tensor, weight: Tensor, key: Tensor, value: Tensor) 
         key: `[T, n, Dn+Dr]`; its last Dr channels are left alone.
         value: `[T, n, Dv]`.
     """
+    (_up_project_into_op if torch.compiler.is_compiling() else _up_project_into)(latent, weight, key, value)
+
+
+def up_project_gradients(latent: Tensor, weight: Tensor, dkey: Tensor, dvalue: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of latent `[T, R]` and weight `[n*(Dn+Dv), R]` from the contiguous ones of key and value."""
+    compute = _up_project_gradients_op if torch.compiler.is_compiling() else _up_project_gradients
+    return compute(latent, weight, dkey, dvalue)
+
+
+def _up_project_into(latent: Tensor, weight: Tensor, key: Tensor, value: Tensor) -> None:
     heads, v_dim = value.shape[1:]
     per_head = weight.view(heads, -1, weight.shape[-1])
     k_dim = per_head.shape[1] - v_dim
@@ -32,21 +41,14 @@ def up_project_into(latent: Tensor, weight: Tensor, key: Tensor, value: Tensor) 
     torch.bmm(every_head, per_head[:, k_dim:].mT, out=value.transpose(0, 1))
 
 
-@up_project_into.register_fake
-def _(latent: Tensor, weight: Tensor, key: Tensor, value: Tensor) -> None:
-    return None
-
-
-@torch.library.custom_op("mla_attention::up_project_gradients", mutates_args=())
-def up_project_gradients(latent: Tensor, weight: Tensor, dkey: Tensor, dvalue: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of latent `[T, R]` and weight `[n*(Dn+Dv), R]` from the contiguous ones of key and value."""
+def _up_project_gradients(latent: Tensor, weight: Tensor, dkey: Tensor, dvalue: Tensor) -> tuple[Tensor, Tensor]:
     heads, v_dim = dvalue.shape[1:]
     per_head = weight.view(heads, -1, weight.shape[-1])
     k_dim = per_head.shape[1] - v_dim
     # dkey goes through one flat GEMM as it lies, its rope channels meeting rows of zeros.
     key_rows = F.pad(per_head[:, :k_dim], (0, 0, 0, dkey.shape[-1] - k_dim)).flatten(0, 1)
     dlatent = dvalue.flatten(1) @ per_head[:, k_dim:].flatten(0, 1)
-    dlatent = torch.addmm(dlatent, dkey.flatten(1), key_rows)
+    dlatent.addmm_(dkey.flatten(1), key_rows)
     every_head = latent.expand(heads, *latent.shape)
     dweight = torch.empty_like(per_head)
     torch.bmm(dkey.transpose(0, 1)[..., :k_dim].mT, every_head, out=dweight[:, :k_dim])
@@ -54,6 +56,19 @@ def up_project_gradients(latent: Tensor, weight: Tensor, dkey: Tensor, dvalue: T
     return dlatent, dweight.view_as(weight)
 
 
-@up_project_gradients.register_fake
+_up_project_into_op = torch.library.custom_op(
+    "mla_attention::up_project_into", _up_project_into, mutates_args=("key", "value")
+)
+_up_project_gradients_op = torch.library.custom_op(
+    "mla_attention::up_project_gradients", _up_project_gradients, mutates_args=()
+)
+
+
+@_up_project_into_op.register_fake
+def _(latent: Tensor, weight: Tensor, key: Tensor, value: Tensor) -> None:
+    return None
+
+
+@_up_project_gradients_op.register_fake
 def _(latent: Tensor, weight: Tensor, dkey: Tensor, dvalue: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(latent), torch.empty_like(weight)

@@ -36,6 +36,7 @@ class LocalParameters(nn.Module):
     """
 
     sum_gradient: Callable[[Tensor], Tensor] = staticmethod(identity)
+    in_head_region = False  # whether a replicated layer is applied for each rank's own heads, inside their region
 
     def local(self, parameter: Tensor, part: Callable[[Tensor], Tensor] = identity) -> Tensor:
         """This rank's plain tensor of a parameter, or a part of it, differentiable."""
@@ -92,6 +93,14 @@ class Linear(LocalParameters):
     def local_bias(self) -> Tensor | None:
         return None if self.bias is None else self.sum_bias_gradient(local_tensor(self.bias))
 
+    def recomputable_parameters(self) -> tuple[Tensor, ...]:
+        """The parameters that a forward reads, for who runs it again in backward.
+
+        Raises:
+            ValueError: where another run would give other values.
+        """
+        return tuple(self.parameters())
+
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.local_weight())
 
@@ -121,6 +130,11 @@ class RMSNorm(LocalParameters):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, (self.width,), self.local(self.weight), self.eps)
+
+    def normed(self, x: Tensor) -> Tensor:
+        """The normed values behind what `forward` answered: itself. (A back end may leave the norm to the projection
+        behind, and `forward` is then the identity.)"""
+        return x
 
     def extra_repr(self) -> str:
         return f"{self.width}, eps={self.eps}"
@@ -165,8 +179,16 @@ class TorchLayers:
         self.dtype = dtype
 
     def linear(
-        self, in_features: int, out_features: int, *, bias: bool = False, init_std: float, share: Share | None = None
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = False,
+        init_std: float,
+        share: Share | None = None,
+        norm: RMSNorm | None = None,
     ) -> Linear:
+        """A linear layer; a back end may let it apply the `norm` in front of it. This one does not."""
         return Linear(
             in_features, out_features, bias=bias, init_std=init_std, share=share, device=self.device, dtype=self.dtype
         )
