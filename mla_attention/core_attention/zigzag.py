@@ -151,7 +151,7 @@ def _merge(before: _Part, own: _Part, merged: Tensor) -> Tensor:
     weight = torch.sigmoid(before.lse - own.lse).view(*before.output.shape[:3], 1)
     for first in range(0, merged.shape[1], _MERGE_HEADS):
         heads = (slice(None), slice(first, first + _MERGE_HEADS))
-        mixed = torch.lerp(own.output[heads].float(), before.output[heads].float(), weight[heads])
+        mixed = torch.lerp(own.output[heads].to(weight.dtype), before.output[heads].to(weight.dtype), weight[heads])
         merged[heads].copy_(mixed)
     return torch.logaddexp(before.lse, own.lse)
 

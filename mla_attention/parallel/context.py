@@ -55,9 +55,14 @@ def gather_sequence_from_cp(
 
     Returns:
         `t` with the axis `dim` as many times longer as the group has ranks.
+
+    Raises:
+        ValueError: for shards that make no whole length, naming it and 2*cp_size.
     """
     cp_size = dist.get_world_size(group)
     if cp_size == 1:
         return t
-    order = key_order(t.shape[dim] * cp_size, cp_size, packed_seq_params, t.device)
+    rows = t.shape[dim] * cp_size
+    check_divisible("t", rows, cp_size, packed_seq_params)
+    order = key_order(rows, cp_size, packed_seq_params, t.device)
     return gather_same_rows(t.movedim(dim, 0), group, order).movedim(0, dim)

@@ -1,4 +1,4 @@
-"""One rank's layer against its share of the same layer in parallel: output, input gradient, every parameter's gradient."""
+"""One rank's layer against its share of the same layer in parallel: output, input gradient, every gradient."""
 
 import copy
 from dataclasses import dataclass
