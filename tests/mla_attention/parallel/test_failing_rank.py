@@ -12,7 +12,7 @@ from mla_attention import parallelize
 from mla_attention.configs import tiny
 from tests.mla_attention.parallel.layouts import Layout, build
 
-TIMEOUT = 4.0
+TIMEOUT = 3.0
 
 
 def run(rank: int, folder: str, how: str) -> None:
@@ -24,7 +24,7 @@ def run(rank: int, folder: str, how: str) -> None:
     layer(hidden)
     if rank == 1:
         if how == "never comes":
-            time.sleep(4 * TIMEOUT)
+            time.sleep(3 * TIMEOUT)
         return  # leaves without a word
     start = time.monotonic()
     with pytest.raises(RuntimeError) as caught:
