@@ -145,7 +145,7 @@ def choose_score_blocks(dtype: torch.dtype, heads: int, width: int, architecture
             (32, 64, 2) if bytes_per_key <= 512 else (32, 32, 1) if bytes_per_key <= 1024 else (16, 16, 1)
         )
     elif bytes_per_key <= 256:
-        rows, keys, stages = 64, 128, (3 if heads <= 32 else 2)
+        rows, keys, stages = 64, 128, 3
     else:
         rows, keys, stages = (64, 64, 2) if bytes_per_key <= 512 else (32, 32, 1)
     if architecture == "hip":

@@ -206,7 +206,7 @@ def choose_topk_blocks(topk: int, keys: int | None = None) -> TopkBlocks | None:
     capacity = max(_SMALLEST_CAPACITY, triton.next_power_of_2(2 * topk))
     if capacity > _LARGEST_CAPACITY:
         return None
-    warps = max(4, capacity // 1024)
+    warps = min(16, max(4, capacity // 512))
     return TopkBlocks(
         capacity,
         warps,
