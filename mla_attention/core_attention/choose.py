@@ -9,6 +9,10 @@
 
 Packed sequences go through sdpa one by one, so the host must know their lengths (`PackedSeqParams(validate=True)`).
 Under context parallelism sdpa serves both layouts, flex or reference a pack whose lengths the host does not know.
+
+A layer with `backend="te"` runs the back end "te" first, wherever that refuses nothing: on CUDA, without an attention
+mask, on one context-parallel rank, and not in the packed combination whose gradients older cuDNN gets wrong (`te.py`).
+Everywhere else the table holds. Layers with `backend="torch"` reach "te" only by its name.
 """
 
 from __future__ import annotations
@@ -21,29 +25,36 @@ from mla_attention.core_attention.eager import EagerAttention
 from mla_attention.core_attention.flex import FlexAttention
 from mla_attention.core_attention.interface import CoreAttention
 from mla_attention.core_attention.sdpa import SDPAttention
+from mla_attention.core_attention.te import TEAttention
 from mla_attention.core_attention.varlen import VarlenAttention
 from mla_attention.token_layout import TokenLayout
 
 _LONG_SEQUENCE = 1024  # mean rows from which one cuDNN call for each sequence beats one flash call for all
 
+# What torch alone serves.
 _CLASSES: dict[str, type[CoreAttention]] = {
     "sdpa": SDPAttention,
     "varlen": VarlenAttention,
     "flex": FlexAttention,
     "reference": EagerAttention,
 }
-BACKENDS = ("auto", *_CLASSES)
+BACKENDS = ("auto", *_CLASSES, "te")
 
 
 class AutoAttention(CoreAttention):
-    """Serves each forward with the back end that the rule above names for its device and layout."""
+    """Serves each forward with the back end that the rule above names for its device and layout.
+
+    Args:
+        prefer_te: for a layer with `backend="te"`.
+    """
 
     name = "auto"
     context_parallel = True
 
-    def __init__(self, qk_dim: int, v_dim: int, scale: float, dropout: float = 0.0) -> None:
+    def __init__(self, qk_dim: int, v_dim: int, scale: float, dropout: float = 0.0, *, prefer_te: bool = False) -> None:
         super().__init__(qk_dim, v_dim, scale, dropout)
-        self.choices = torch.nn.ModuleDict({name: cls(qk_dim, v_dim, scale, dropout) for name, cls in _CLASSES.items()})
+        classes = {**_CLASSES, "te": TEAttention} if prefer_te else _CLASSES
+        self.choices = torch.nn.ModuleDict({name: cls(qk_dim, v_dim, scale, dropout) for name, cls in classes.items()})
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tokens: TokenLayout) -> Tensor:
         return self.choices[self.choice(query.device, tokens)](query, key, value, tokens)
@@ -51,6 +62,9 @@ class AutoAttention(CoreAttention):
     def choice(self, device: torch.device, tokens: TokenLayout) -> str:
         """Name of the back end for this device and layout."""
         packed = tokens.packed
+        te_may = "te" in self.choices and tokens.cp_size == 1 and tokens.attention_mask is None
+        if te_may and self.choices["te"].refusal(device, packed=packed is not None) is None:
+            return "te"
         if packed is None:
             return "sdpa"
         known = packed.host_offsets is not None
@@ -65,11 +79,12 @@ class AutoAttention(CoreAttention):
         return "sdpa" if known else "flex"
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, [S, B]: sdpa, packed: sdpa or varlen"
+        first = "te, else " if "te" in self.choices else ""
+        return f"{super().extra_repr()}, [S, B]: {first}sdpa, packed: {first}sdpa or varlen"
 
 
-def build_core_attention(config: MLAConfig, scale: float) -> CoreAttention:
-    """The core attention that a config asks for.
+def build_core_attention(config: MLAConfig, scale: float, backend: str = "torch") -> CoreAttention:
+    """The core attention that a config asks for, for a layer of the back end "torch" or "te".
 
     Raises:
         ConfigError: if `core_attention_backend` names no back end.
@@ -77,7 +92,9 @@ def build_core_attention(config: MLAConfig, scale: float) -> CoreAttention:
     dims = (config.qk_head_dim + config.qk_pos_emb_head_dim, config.v_head_dim, scale, config.attention_dropout)
     name = config.core_attention_backend
     if name == "auto":
-        return AutoAttention(*dims)
+        return AutoAttention(*dims, prefer_te=backend == "te")
+    if name == "te":
+        return TEAttention(*dims)
     if name in _CLASSES:
         return _CLASSES[name](*dims)
     raise ConfigError(f"core_attention_backend: given {name!r}, allowed are {', '.join(BACKENDS)}")

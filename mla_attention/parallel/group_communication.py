@@ -80,7 +80,7 @@ class GroupCommunication(Communication):
             if not isinstance(part, LocalParameters):
                 continue
             on_slices = self.sequence_parallel and name in ON_SEQUENCE_SLICES
-            part.sum_gradient = self._gradient_sum(on_slices)
+            part.sum_gradient = self._gradient_sum(on_slices or part.in_head_region)
             if isinstance(part, Linear):
                 part.sum_bias_gradient = self._gradient_sum(self.sequence_parallel)  # the caller adds it to its rows
 
