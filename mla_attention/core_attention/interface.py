@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 from mla_attention.packed import PackedSeqParams
 from mla_attention.token_layout import TokenLayout
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class CoreAttention(nn.Module):
@@ -87,7 +90,7 @@ def row_lengths(packed: PackedSeqParams, rows: int) -> list[int] | None:
     return [end - start for start, end in pairwise(offsets)] + [rows - offsets[-1]]
 
 
-def by_sequence(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], attend) -> Tensor:
+def by_sequence(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], attend: Attend) -> Tensor:
     """`attend(q, k, v)` on each sequence of `lengths`; the last length is of rows in no sequence, which give zeros."""
     *pieces, (_, _, outside) = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
     outputs = [attend(q, k, v) if q.shape[0] else v for q, k, v in pieces]
