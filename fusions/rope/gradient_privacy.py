@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 
-def _holders(grad: Tensor) -> tuple[int, ...]:
-    """Reference counts of everything that can reach the memory of `grad`."""
+def _holders(grad: Any) -> tuple[int, ...]:
+    """Reference counts of everything that can reach the memory of the tensor `grad` (`_use_count` has no type yet)."""
     storage = grad.untyped_storage()
     counts = (
         sys.getrefcount(grad),
