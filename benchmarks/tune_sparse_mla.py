@@ -38,8 +38,9 @@ CHECKED_ROWS = 24
 Variant = tuple[str, int, str, Any]  # group, heads, kernel whose time counts, blocks
 
 
-def forward_variants(heads: int) -> Iterator[ForwardBlocks]:
+def forward_variants(heads: int) -> Iterator[ForwardBlocks | str]:
     if heads >= 64:
+        yield "hopper"
         for keys, warps, stages in ((32, 8, 4), (32, 8, 3), (32, 8, 2), (64, 8, 2), (64, 8, 1), (16, 8, 4), (16, 8, 6)):
             yield ForwardBlocks(64, keys, warps, stages)
         for keys, warps, stages in ((32, 8, 2), (64, 8, 2), (32, 4, 2)):
@@ -56,6 +57,7 @@ def backward_variants(heads: int) -> Iterator[tuple[str, BackwardBlocks]]:
             yield "score_gradient_kernel", replace(base, keys=keys, warps=warps, stages=stages)
         for keys, stages in ((64, 2), (32, 3), (32, 4), (32, 5), (64, 1)):
             yield "query_gradient_kernel", replace(base, query_keys=keys, query_stages=stages)
+        yield "hopper_score_gradient_kernel", BackwardBlocks("hopper", 64, 32, 8, 2)
         yield "total", BackwardBlocks("joint", 64, 32, 8, 2)
         yield "total", BackwardBlocks("joint", 64, 32, 8, 1)
         yield "total", BackwardBlocks("joint", 64, 64, 8, 1)
@@ -142,6 +144,10 @@ class Inputs:
 
 def call_of(variant: Variant, x: Inputs) -> Callable[[], Any]:
     group, _, kernel, blocks = variant
+    if blocks == "hopper":
+        from mla_attention.fusions.dsa.sparse_mla_hopper import launch_forward_hopper
+
+        return lambda: launch_forward_hopper(x.query, x.key, x.slots, x.counts, SCALE, RANK)
     if group == "forward":
         return lambda: launch_forward(x.query, x.key, x.slots, x.counts, SCALE, RANK, blocks=blocks)
     if group in ("backward", "ordered"):
@@ -274,8 +280,8 @@ def main() -> None:
                 if not row["error"] < 0.02:
                     raise RuntimeError(f"wrong: error {row['error']:.1e}")
                 row["ms"] = kernel_times(call_of(variant, inputs))
-                measured = kernel if kernel in row["ms"] and group != "ordered" else "total"
-                rate = flops_of(variant, inputs) / row["ms"]["total" if group in ("backward", "ordered") else measured]
+                whole = group in ("forward", "backward", "ordered") or kernel not in row["ms"]
+                rate = flops_of(variant, inputs) / row["ms"]["total" if whole else kernel]
                 row["tflops"] = rate / 1e9
                 detail = " ".join(
                     f"{name.removesuffix('_kernel')}={ms:.3f}" for name, ms in row["ms"].items() if ms > 0.02

@@ -9,6 +9,7 @@ backward pass: query, key, out, lse and the 32-bit slots; probabilities are reco
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,7 +20,14 @@ from ..host_checks import check_kernel_device
 from . import attention_checks as checks
 from .sparse_mla_backward import backward_blocks, launch_backward
 from .sparse_mla_forward import launch_forward
-from .sparse_tiles import SLOT_MULTIPLE, interpreted, pack_slots, padded_width, shared_memory
+from .sparse_tiles import (
+    SLOT_MULTIPLE,
+    interpreted,
+    pack_slots,
+    padded_width,
+    shared_memory,
+    takes_hopper_kernels,
+)
 
 
 @torch.library.custom_op("mla_attention::pack_slots", mutates_args=())
@@ -69,6 +77,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     width = padded_width(out.shape[2]) + padded_width(query.shape[2] - out.shape[2])
     blocks = backward_blocks(query.shape[1], width, query.element_size(), shared_memory(query))
+    if takes_hopper_kernels(query, key, out.shape[2]):
+        blocks = replace(blocks, variant="hopper")
     return launch_backward(
         query, key, slots, counts, out, lse, grad_out, grad_lse, softmax_scale, blocks=blocks, ordered=ordered
     )

@@ -7,13 +7,14 @@
     dkey[slot_j] += sum_h ds[h, j] * query[h]  +  p[h, j] * dout[h]  (the latter on the R latent channels)
 
 A token's keys are its own, so its share of dkey has to be added up between tokens: 4 * (R + Dr) bytes a token and key,
-fp32, the larger part of the cost. Three cuts of the work:
+fp32, the larger part of the cost. Four cuts of the work:
 
     joint      one kernel keeps dquery in registers and leaves p and ds in a scratch buffer; a second one turns them
                into shares of dkey, a few channels a program, so that several programs share a multiprocessor and
                the additions overlap with products. p and ds are computed once.
     separate   as joint, with dquery in a third kernel that gathers the keys again and reads ds: fewer registers each.
     one_pass   everything in one kernel, no scratch; its head block is small, so shares of dkey are added more often.
+    hopper     as joint, with the first kernel of sparse_mla_hopper.py.
 
 The shares are added with fp32 atomics, or, in a fixed order, written out and summed key by key (`sum_by_key`), which is
 what deterministic mode takes. Tokens are walked in chunks, so that the scratch stays within SCRATCH_BYTES.
@@ -42,7 +43,7 @@ class BackwardBlocks:
     """How the backward kernels cut their work.
 
     Attributes:
-        variant: "joint", "separate" or "one_pass".
+        variant: "joint", "separate", "one_pass" or "hopper".
         heads: heads a program of the score kernel.
         keys: slots a step of the score kernel.
         warps: warps of the score kernel.
@@ -344,7 +345,7 @@ def launch_backward(
     if tokens == 0:
         return grad_query, grad_key.to(key.dtype)
     if ordered and blocks.variant == "one_pass":
-        raise ValueError("blocks must be of the variant joint or separate for ordered sums, got one_pass")
+        raise ValueError("blocks must be of another variant than one_pass for ordered sums, got one_pass")
     sizes = {
         "HEADS": heads,
         "RANK": rank,
@@ -367,32 +368,35 @@ def launch_backward(
         rows = slice(begin, min(begin + step, tokens))
         num_rows = rows.stop - rows.start
         head_programs = num_rows * triton.cdiv(heads, blocks.heads)
-        score_gradient_kernel[(head_programs,)](
-            query[rows],
-            key,
-            slots[rows],
-            counts[rows],
-            out[rows],
-            grad_out[rows],
-            lse[rows],
-            lse[rows] if grad_lse is None else grad_lse[rows],
-            grad_query[rows],
-            grad_key,
-            kept[0],
-            kept[1],
-            softmax_scale,
-            padded_slots,
-            BLOCK_H=blocks.heads,
-            BLOCK_N=blocks.keys,
-            STAGES=blocks.stages,
-            WRITTEN=max(blocks.keys, blocks.query_keys, blocks.share_keys) if keep else blocks.keys,
-            HAS_GRAD_LSE=grad_lse is not None,
-            SUM_QUERY=blocks.variant != "separate",
-            KEEP=keep,
-            ADD_KEYS=not keep,
-            num_warps=blocks.warps,
-            **sizes,
-        )
+        forward = query[rows], key, slots[rows], counts[rows], out[rows], grad_out[rows], lse[rows]
+        grad_lse_rows = None if grad_lse is None else grad_lse[rows]
+        if blocks.variant == "hopper":
+            from .sparse_mla_hopper import launch_score_gradient_hopper  # Gluon: not every Triton has it
+
+            launch_score_gradient_hopper(
+                *forward, grad_lse_rows, grad_query[rows], kept, softmax_scale, written=blocks.share_keys
+            )
+        else:
+            score_gradient_kernel[(head_programs,)](
+                *forward,
+                lse[rows] if grad_lse_rows is None else grad_lse_rows,
+                grad_query[rows],
+                grad_key,
+                kept[0],
+                kept[1],
+                softmax_scale,
+                padded_slots,
+                BLOCK_H=blocks.heads,
+                BLOCK_N=blocks.keys,
+                STAGES=blocks.stages,
+                WRITTEN=max(blocks.keys, blocks.query_keys, blocks.share_keys) if keep else blocks.keys,
+                HAS_GRAD_LSE=grad_lse is not None,
+                SUM_QUERY=blocks.variant != "separate",
+                KEEP=keep,
+                ADD_KEYS=not keep,
+                num_warps=blocks.warps,
+                **sizes,
+            )
         if blocks.variant == "separate":
             query_gradient_kernel[(head_programs,)](
                 key,

@@ -21,7 +21,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .sparse_tiles import interpreted, load_tile, loop_bound, matmul, padded_width, shared_memory, store_tile
+from .sparse_tiles import (
+    interpreted,
+    load_tile,
+    loop_bound,
+    matmul,
+    padded_width,
+    shared_memory,
+    store_tile,
+    takes_hopper_kernels,
+)
 
 _LOG2_E = 1.4426950408889634
 _SCRATCH_BYTES = 8 * 1024  # of shared memory, for changes of layout
@@ -151,10 +160,14 @@ def launch_forward(
         counts: int32 [T] of `pack_slots`.
         softmax_scale: factor of the scores.
         kv_rank: R.
-        blocks: another cut than the rule's.
+        blocks: another cut than the rule's; None also allows the kernel of sparse_mla_hopper.py.
         write_out: False computes lse only, and returns an empty out.
     """
     tokens, heads, width = query.shape
+    if blocks is None and write_out and takes_hopper_kernels(query, key, kv_rank):
+        from .sparse_mla_hopper import launch_forward_hopper  # Gluon: not every Triton has it
+
+        return launch_forward_hopper(query, key, slots, counts, softmax_scale, kv_rank)
     rank, rope = padded_width(kv_rank), padded_width(width - kv_rank)
     out = query.new_empty((tokens, heads, kv_rank) if write_out else (0, heads, kv_rank))
     lse = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 SLOT_MULTIPLE = 128  # rows of slots are padded to it, so that no block of up to 128 keys needs a mask to load its slots
+PREFER_HOPPER_KERNELS = False
 _PACK_BLOCK = 1024
 
 
@@ -141,6 +142,22 @@ def pack_slots(topk_indices: Tensor, bounds: tuple[Tensor, Tensor] | None = None
             num_warps=4,
         )
     return slots, counts
+
+
+def takes_hopper_kernels(query: Tensor, key: Tensor, kv_rank: int) -> bool:
+    """Whether the kernels of sparse_mla_hopper.py are right for these inputs and preferred on this device."""
+    return (
+        PREFER_HOPPER_KERNELS
+        and query.device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(query.device) == (9, 0)
+        and triton.__version__.startswith("3.6.")  # Gluon changes between versions; this one was tried
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and (kv_rank, query.shape[2]) == (512, 576)
+        and query.shape[1] % 64 == 0
+        and query.data_ptr() % 16 == 0
+        and key.data_ptr() % 16 == 0
+    )
 
 
 def shared_memory(tensor: Tensor) -> int:

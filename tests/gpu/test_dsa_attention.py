@@ -1,5 +1,7 @@
 """The sparse attention kernels on a GPU, in bf16 at the published dims: against fp64, beside eager bf16."""
 
+import importlib.metadata
+
 import pytest
 import torch
 
@@ -11,6 +13,12 @@ from mla_attention.fusions.dsa.sparse_tiles import pack_slots
 
 pytestmark = pytest.mark.gpu
 
+hopper = pytest.mark.skipif(
+    not torch.cuda.is_available()
+    or torch.cuda.get_device_capability() != (9, 0)
+    or not importlib.metadata.version("triton").startswith("3.6."),
+    reason="the Gluon kernels are for Hopper and Triton 3.6",
+)
 RANK, ROPE, DIM = 512, 64, 128
 SCALE = (RANK + ROPE) ** -0.5
 ULP = 2.0**-8  # of bf16, relative
@@ -80,6 +88,39 @@ def test_sparse_mla_is_as_exact_as_eager(heads, dtype):
     some = expected_lse.isfinite()
     torch.testing.assert_close(lse[some].double(), expected_lse[some], rtol=1e-4, atol=1e-4)
     assert lse[~some].eq(-torch.inf).all()
+
+
+@hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [64, 128, 192])
+def test_gluon_kernels_are_as_exact_as_eager(heads, dtype):
+    from mla_attention.fusions.dsa.sparse_mla_hopper import launch_forward_hopper
+
+    query, key = draw(70, 900, heads, dtype)
+    indices = choose(70, 900, 333)
+    indices[1, 1:] = -1
+    indices[2, 64:] = -1
+    slots, counts = pack_slots(indices)
+    grad_out = torch.randn(70, heads, RANK, device="cuda").to(dtype)
+    grad_lse = torch.randn(70, heads, device="cuda")
+    grad_lse[(indices < 0).all(-1)] = 0
+    leaves = [query.double().requires_grad_(), key.double().requires_grad_()]
+    want, want_lse = twins.sparse_mla(*leaves, indices, SCALE, RANK)
+    some = want_lse.isfinite()
+    wanted = torch.autograd.grad((want, want_lse[some]), leaves, (grad_out.double(), grad_lse[some].double()))
+    plain = [t.nan_to_num() for t in gradients(eager, query, key, grad_out, indices, SCALE, RANK)]
+    for _ in range(20):
+        out, lse = launch_forward_hopper(query, key, slots, counts, SCALE, RANK)
+        assert error(out, want) <= error(plain[0], want) + ULP
+        torch.testing.assert_close(lse[some].double(), want_lse[some], rtol=1e-4, atol=1e-4)
+        assert lse[~some].eq(-torch.inf).all()
+    blocks = BackwardBlocks("hopper", 64, 32, 8, 2)
+    for ordered in (False, True) * 5:
+        got = launch_backward(
+            query, key, slots, counts, out, lse, grad_out, grad_lse, SCALE, blocks=blocks, ordered=ordered
+        )
+        for grad, expected in zip(got, wanted, strict=True):
+            assert error(grad, expected) < 2 * ULP
 
 
 def test_sparse_mla_in_full_precision():

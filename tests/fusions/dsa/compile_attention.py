@@ -1,7 +1,10 @@
 """Compiles what the sparse attention launchers launch, for absent GPUs. Called in processes of their own."""
 
 import re
+import subprocess
+import tempfile
 from contextlib import ExitStack
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -20,6 +23,7 @@ class Recorder:
     def __init__(self, target: Target) -> None:
         self.target = tuple(target)
         self.facts: dict[str, dict] = {}
+        self.ptx: dict[str, str] = {}
 
     def __enter__(self) -> "Recorder":
         import triton
@@ -37,6 +41,7 @@ class Recorder:
                 name += "'"
             self.facts[name] = {"spills": compiled.spills, "shared": compiled.shared}
             if "ptx" in compiled.kernel.asm:
+                self.ptx[name] = compiled.ptx
                 self.facts[name] |= {
                     "wgmma": len(re.findall(r"wgmma\.mma_async", compiled.ptx)),
                     "gathers": len(re.findall(r"cp\.async\.cg", compiled.ptx)),
@@ -79,6 +84,29 @@ def compile_sparse_mla(target: Target, preset: str, dtype: str = "bfloat16") -> 
         out, lse = launch_forward(*inputs, SCALE, RANK)
         for ordered in (False, True):
             sparse_mla._backward._init_fn(*inputs, out, lse, out, None, SCALE, ordered)
+    return recorder.facts
+
+
+def compile_hopper(preset: str) -> dict:
+    """Facts of the Gluon kernels, and ptxas' complaints about their products."""
+    import triton
+
+    from mla_attention.fusions.dsa.sparse_mla_backward import BackwardBlocks, launch_backward
+    from mla_attention.fusions.dsa.sparse_mla_hopper import launch_forward_hopper
+
+    ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+    inputs = attention(PRESETS[preset][0], torch.bfloat16)
+    with Recorder(("cuda", 90)) as recorder:
+        out, lse = launch_forward_hopper(*inputs, SCALE, RANK)
+        blocks = BackwardBlocks("hopper", 64, 32, 8, 2)
+        launch_backward(*inputs, out, lse, out, None, SCALE, blocks=blocks, ordered=False)
+    for name, ptx in recorder.ptx.items():
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder) / "kernel.ptx"
+            source.write_text(ptx)
+            command = [ptxas, "-v", "--gpu-name", "sm_90a", source, "-o", Path(folder) / "kernel.cubin"]
+            report = subprocess.run(command, capture_output=True, text=True, check=True)
+        recorder.facts[name]["serialised"] = "serialized" in report.stdout + report.stderr
     return recorder.facts
 
 

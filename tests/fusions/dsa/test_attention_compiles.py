@@ -1,5 +1,6 @@
 """The sparse attention kernels compile for GPUs that are not there, with what their speed rests on."""
 
+import importlib.metadata
 import os
 
 import pytest
@@ -9,6 +10,10 @@ from tests.fusions.dsa.compile_attention import SHARED_BYTES
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled for real here")
 MODULE = "tests.fusions.dsa.compile_attention"
+
+
+def triton_version() -> str:
+    return importlib.metadata.version("triton")
 
 
 @pytest.mark.parametrize("preset", ["glm5", "deepseek_v32", "tp8"])
@@ -24,6 +29,19 @@ def test_sparse_mla_on_hopper_neither_spills_nor_exceeds_shared_memory(preset):
     assert facts["key_share_kernel"]["wide atomics"] > 0
     assert facts["key_share_kernel''"]["atomics"] == 0  # the ordered launch
     assert facts["_sum_by_key_kernel"]["atomics"] == 0
+
+
+@pytest.mark.skipif(not triton_version().startswith("3.6."), reason="the Gluon kernels are for Triton 3.6")
+@pytest.mark.parametrize("preset", ["glm5", "deepseek_v32"])
+def test_gluon_kernels_keep_their_products_asynchronous(preset):
+    facts = in_fresh_process(f"{MODULE}:compile_hopper", preset=preset)
+    assert facts["hopper_forward_kernel"]["spills"] == 0
+    assert facts["hopper_score_gradient_kernel"]["spills"] <= 128  # loop invariants, reloaded once a block
+    for name in ("hopper_forward_kernel", "hopper_score_gradient_kernel"):
+        assert not facts[name]["serialised"], name
+        assert facts[name]["wgmma"] > 0
+        assert facts[name]["gathers"] > 0
+        assert facts[name]["shared"] <= SHARED_BYTES[90]
 
 
 @pytest.mark.parametrize("preset", ["glm5", "deepseek_v32"])
