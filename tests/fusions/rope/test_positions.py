@@ -86,6 +86,12 @@ def test_binary_search_finds_every_sequence(lengths):
     check(positions, max(lengths), cu_seqlens_q=offsets(*lengths))
 
 
+@pytest.mark.parametrize("count", [127, 128, 129, 300, 1000])
+def test_binary_search_over_many_sequences(count):
+    lengths = [(0, 1, 2, 1)[i % 4] for i in range(count)]
+    check([p for length in lengths for p in range(length)], 2, cu_seqlens_q=offsets(*lengths))
+
+
 @pytest.mark.parametrize("cp_size", [1, 2])
 def test_rows_past_the_last_offset_use_position_0(cp_size):
     positions = [*chunked((4, 8), 0, cp_size), 0, 0, 0]
