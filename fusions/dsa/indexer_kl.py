@@ -37,7 +37,7 @@ def _lse(
     query: Tensor,
     key: Tensor,
     slots: Tensor | None,
-    begin: Tensor | None,
+    begin: Tensor,
     end: Tensor,
     softmax_scale: float,
 ) -> Tensor:
@@ -52,7 +52,7 @@ def _(
     query: Tensor,
     key: Tensor,
     slots: Tensor | None,
-    begin: Tensor | None,
+    begin: Tensor,
     end: Tensor,
     softmax_scale: float,
 ) -> Tensor:
@@ -64,7 +64,7 @@ def _head_sums(
     query: Tensor,
     key: Tensor,
     slots: Tensor | None,
-    begin: Tensor | None,
+    begin: Tensor,
     end: Tensor,
     lse: Tensor,
     softmax_scale: float,
@@ -81,7 +81,7 @@ def _(
     query: Tensor,
     key: Tensor,
     slots: Tensor | None,
-    begin: Tensor | None,
+    begin: Tensor,
     end: Tensor,
     lse: Tensor,
     softmax_scale: float,
@@ -97,7 +97,7 @@ def _divergence(
     index_weights: Tensor,
     target: Tensor,
     slots: Tensor | None,
-    begin: Tensor | None,
+    begin: Tensor,
     end: Tensor,
     relu: bool,
     gradient: bool,
@@ -119,7 +119,7 @@ def _(
     index_weights: Tensor,
     target: Tensor,
     slots: Tensor | None,
-    begin: Tensor | None,
+    begin: Tensor,
     end: Tensor,
     relu: bool,
     gradient: bool,
@@ -135,7 +135,7 @@ def _gradient(
     gradient: Tensor,
     grad_kl: Tensor,
     slots: Tensor | None,
-    begin: Tensor | None,
+    begin: Tensor,
     end: Tensor,
     relu: bool,
     ordered: bool,
@@ -165,7 +165,7 @@ def _(
     gradient: Tensor,
     grad_kl: Tensor,
     slots: Tensor | None,
-    begin: Tensor | None,
+    begin: Tensor,
     end: Tensor,
     relu: bool,
     ordered: bool,
@@ -185,7 +185,7 @@ class _IndexerKL(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         slots: Tensor | None,
-        begin: Tensor | None,
+        begin: Tensor,
         end: Tensor,
         lse: Tensor | None,
         softmax_scale: float,
@@ -194,23 +194,24 @@ class _IndexerKL(torch.autograd.Function):
         budget_bytes: int,
     ) -> Tensor:
         ctx.dtypes = index_weights.dtype, index_k.dtype
+        ctx.sparse = slots is not None
         ctx.options = softmax_scale, relu, tp_group, budget_bytes
         index_q, index_k, weights = index_q.contiguous(), index_k.contiguous(), index_weights.float().contiguous()
         query, key = query.contiguous(), key.contiguous()
         if lse is None:
             lse = _lse(query, key, slots, begin, end, softmax_scale)
         lse = lse.float().contiguous()
-        keep = any(ctx.needs_input_grad[:3]) and slots is not None
+        kept = slots.shape if slots is not None and any(ctx.needs_input_grad[:3]) else None
         kl = torch.empty(query.shape[0], dtype=torch.float32, device=query.device)
-        gradient = torch.empty(slots.shape if keep else (0,), dtype=torch.float32, device=query.device)
+        gradient = torch.empty(kept or (0,), dtype=torch.float32, device=query.device)
         for rows in _row_tiles(query, key, slots, budget_bytes):
-            tile = None if slots is None else slots[rows], None if begin is None else begin[rows], end[rows]
+            tile = None if slots is None else slots[rows], begin[rows], end[rows]
             target = _target(query[rows], key, *tile, lse[rows], softmax_scale, tp_group)
-            kl[rows], scores = _divergence(index_q[rows], index_k, weights[rows], target, *tile, relu, keep)
-            if keep:
+            kl[rows], scores = _divergence(index_q[rows], index_k, weights[rows], target, *tile, relu, kept is not None)
+            if kept is not None:
                 gradient[rows] = scores
         if slots is not None:
-            ctx.save_for_backward(index_q, index_k, weights, gradient, slots, end)
+            ctx.save_for_backward(index_q, index_k, weights, gradient, slots, begin, end)
         else:
             ctx.save_for_backward(index_q, index_k, weights, query, key, lse, begin, end)
         return kl
@@ -220,11 +221,11 @@ class _IndexerKL(torch.autograd.Function):
     def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
         softmax_scale, relu, tp_group, budget_bytes = ctx.options
         grad_kl = grad_kl.float().contiguous()
-        if len(ctx.saved_tensors) == 6:
-            index_q, index_k, weights, gradient, slots, end = ctx.saved_tensors
+        if ctx.sparse:
+            index_q, index_k, weights, gradient, slots, begin, end = ctx.saved_tensors
             ordered = torch.are_deterministic_algorithms_enabled()
             grad_q, grad_k, grad_weights = _gradient(
-                index_q, index_k, weights, gradient, grad_kl, slots, None, end, relu, ordered, budget_bytes
+                index_q, index_k, weights, gradient, grad_kl, slots, begin, end, relu, ordered, budget_bytes
             )
         else:
             index_q, index_k, weights, query, key, lse, begin, end = ctx.saved_tensors
@@ -247,7 +248,7 @@ def _target(
     query: Tensor,
     key: Tensor,
     slots: Tensor | None,
-    begin: Tensor | None,
+    begin: Tensor,
     end: Tensor,
     lse: Tensor,
     softmax_scale: float,
@@ -335,14 +336,14 @@ def indexer_kl(
     if topk_indices is not None:
         checks.check_topk_indices(topk_indices, query, key.shape[0])
     check_kernel_device("indexer_kl", query, interpreted())
-    slots = begin = None
-    if topk_indices is None or cu_seqlens is not None or q_positions is not None:
-        begin, end = key_ranges(
-            query.shape[0], key.shape[0], device=query.device, cu_seqlens=cu_seqlens, q_positions=q_positions
-        )
+    slots = None
+    begin, end = key_ranges(
+        query.shape[0], key.shape[0], device=query.device, cu_seqlens=cu_seqlens, q_positions=q_positions
+    )
     if topk_indices is not None:
-        slots, end = pack_slots_op(topk_indices.contiguous(), begin, end if begin is not None else None)
-        begin = None
+        bounds = (None, None) if cu_seqlens is None and q_positions is None else (begin, end)
+        slots, end = pack_slots_op(topk_indices.contiguous(), *bounds)
+        begin = torch.zeros_like(end)
     return _IndexerKL.apply(
         index_q,
         index_k,

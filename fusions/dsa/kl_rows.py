@@ -31,16 +31,13 @@ def _kl_rows_kernel(
     p_gradient,
     stride_scores,
     stride_target,
-    HAS_BEGIN: tl.constexpr,
     WRITE_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     i_row = tl.program_id(0).to(tl.int64)
     o_element = tl.arange(0, BLOCK)
-    begin = 0
-    if HAS_BEGIN:
-        begin = tl.load(p_begin + i_row)
+    begin = tl.load(p_begin + i_row)
     end = tl.load(p_end + i_row)
     p_score_row = p_scores + i_row * stride_scores
     p_target_row = p_target + i_row * stride_target
@@ -72,13 +69,13 @@ def _kl_rows_kernel(
     tl.store(p_kl + i_row, tl.sum(b_kl, 0))
 
 
-def kl_rows(scores: Tensor, target: Tensor, begin: Tensor | None, end: Tensor, *, overwrite_scores: bool) -> Tensor:
+def kl_rows(scores: Tensor, target: Tensor, begin: Tensor, end: Tensor, *, overwrite_scores: bool) -> Tensor:
     """Divergence of every row.
 
     Args:
         scores: fp32 [T, L]; the gradient is written over it on request.
         target: fp32 [T, L], not normalised, not negative.
-        begin: int32 [T], first element of each row's support; None: 0.
+        begin: int32 [T], first element of each row's support.
         end: int32 [T], one past the last element; elements outside are neither read nor written.
         overwrite_scores: leave d kl / d scores in scores.
 
@@ -91,13 +88,12 @@ def kl_rows(scores: Tensor, target: Tensor, begin: Tensor | None, end: Tensor, *
         _kl_rows_kernel[(rows,)](
             scores,
             target,
-            end if begin is None else begin,
+            begin,
             end,
             kl,
             scores,
             scores.stride(0),
             target.stride(0),
-            HAS_BEGIN=begin is not None,
             WRITE_GRADIENT=overwrite_scores,
             BLOCK=_BLOCK,
             INTERPRETED=interpreted(),

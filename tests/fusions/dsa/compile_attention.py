@@ -129,7 +129,7 @@ def compile_indexer_kl(target: Target, preset: str, dtype: str = "bfloat16") -> 
             sparse.indexer_gradient_on_slots(
                 *indexer, rows, counts.float(), slots, counts, relu=True, ordered=ordered, scratch_bytes=2**30
             )
-        kl_rows(rows, rows, None, counts, overwrite_scores=True)
+        kl_rows(rows, rows, counts, counts, overwrite_scores=True)
         all_keys = torch.empty(TOKENS, KEYS)
         dense.dense_lse(query, key, counts, counts, SCALE)
         dense.dense_head_sums(query, key, counts, counts, lse, SCALE, all_keys)

@@ -247,7 +247,7 @@ def test_operators_pass_opcheck():
     tests = ("test_schema", "test_faketensor")
     slots, counts = ops.pack_slots(choose(4, 12, 8), None, None)
     begin, end = torch.zeros(4, dtype=torch.int32, device=DEVICE), torch.arange(1, 5, dtype=torch.int32, device=DEVICE)
-    for support in ((slots, None, counts), (None, begin, end)):
+    for support in ((slots, torch.zeros_like(counts), counts), (None, begin, end)):
         torch.library.opcheck(ops.attention_lse.default, (*attention, *support, SCALE), test_utils=tests)
         lse = ops.attention_lse(*attention, *support, SCALE)
         torch.library.opcheck(ops.attention_head_sums.default, (*attention, *support, lse, SCALE), test_utils=tests)
