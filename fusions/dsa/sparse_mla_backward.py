@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .sparse_tiles import interpreted, load_tile, loop_bound, matmul, padded_width, store_tile
+from .sparse_tiles import interpreted, load_tile, loop_bound, matmul, multiprocessors, padded_width, store_tile
 from .sum_by_key import sum_by_key
 
 SCRATCH_BYTES = 2**30
@@ -360,6 +360,8 @@ def launch_backward(
     keep = blocks.variant != "one_pass"
     bytes_per_token = padded_slots * (2 * heads * query.element_size() + (4 * share_blocks * width if ordered else 0))
     step = min(tokens, max(1, scratch_bytes // bytes_per_token)) if keep else tokens
+    if multiprocessors(query) < step < tokens:
+        step -= step % multiprocessors(query)  # a chunk's programs, one or two a multiprocessor, then end together
     kept = query.new_empty((2, step, heads, padded_slots) if keep else (2, 0, heads, 1))
     shares = torch.empty(
         (step, share_blocks, padded_slots, width) if ordered else (0,), dtype=torch.float32, device=key.device

@@ -160,6 +160,13 @@ def takes_hopper_kernels(query: Tensor, key: Tensor, kv_rank: int) -> bool:
     )
 
 
+def multiprocessors(tensor: Tensor) -> int:
+    """Multiprocessors of the tensor's device."""
+    if tensor.device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(tensor.device).multi_processor_count
+
+
 def shared_memory(tensor: Tensor) -> int:
     """Bytes of shared memory that one program may use on the tensor's device."""
     if tensor.device.type != "cuda":

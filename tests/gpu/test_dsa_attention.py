@@ -68,8 +68,10 @@ def gradients(function, query, key, grad_out, *arguments):
     return out.detach(), *torch.autograd.grad(out, leaves, grad_out.to(out.dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("heads", [1, 3, 8, 12, 20, 64, 96, 128])
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [(64, torch.float16), *((n, torch.bfloat16) for n in (1, 3, 8, 12, 20, 64, 96, 128))],
+)
 def test_sparse_mla_is_as_exact_as_eager(heads, dtype):
     query, key = draw(40, 700, heads, dtype)
     indices = choose(40, 700, 300)
@@ -133,11 +135,9 @@ def test_sparse_mla_in_full_precision():
 
 
 @pytest.mark.parametrize("heads", [8, 64])
-@pytest.mark.parametrize("keys", [16, 32, 64])
+@pytest.mark.parametrize("keys", [16, 32])
 @pytest.mark.parametrize("variant", ["joint", "separate", "one_pass"])
 def test_every_cut_of_the_backward_is_right(variant, keys, heads):
-    if variant == "one_pass" and keys == 64:
-        pytest.skip("one_pass with 64 keys a step exceeds shared memory")
     query, key = draw(30, 500, heads)
     indices = choose(30, 500, 200)
     slots, counts = pack_slots(indices)
@@ -222,7 +222,7 @@ def kl_gradients(function, indexer, attention, grad_kl, **options):
 
 
 @pytest.mark.parametrize("support", ["sparse", "dense", "packed", "chunk"])
-@pytest.mark.parametrize(("heads", "index_heads"), [(64, 32), (128, 64), (8, 32), (20, 12)])
+@pytest.mark.parametrize(("heads", "index_heads"), [(64, 32), (128, 64), (20, 12)])
 def test_indexer_kl_equals_the_twin(heads, index_heads, support):
     rows = 260
     keys = 260 if support != "chunk" else 900
