@@ -14,7 +14,7 @@ Bytes: forward n*(k_dim + v_dim) + emb_dim read and n*(k_dim + emb_dim + v_dim) 
 import triton
 import triton.language as tl
 
-from .positions import NOT_SPECIALIZED, table_position
+from .positions import NOT_SPECIALIZED, block_positions
 from .rotation import (
     columns_mask,
     load_interleaved,
@@ -161,8 +161,20 @@ def key_value_kernel(
             b_key = _load_rows(p_kv_row, m_row, K, K_PADDED)
         if V > 0:
             b_value = _load_rows(p_kv_row + K, m_row, V, V_PADDED)
-    position = table_position(
-        o_token, m_token, tokens_per_row, p_offsets, n_sequences, search_steps, cp_rank, cp_size, p_ids, POSITIONS
+    position = block_positions(
+        i_tokens * BLOCK_T,
+        o_token,
+        m_token,
+        n_tokens,
+        tokens_per_row,
+        p_offsets,
+        n_sequences,
+        search_steps,
+        cp_rank,
+        cp_size,
+        p_ids,
+        POSITIONS,
+        BLOCK_T == 1,
     )
     cos_l, cos_r = load_table_row(p_cos, position, m_token, table_rows, cos_stride, EMB, EMB_PADDED, POSITIONS)
     sin_l, sin_r = load_table_row(p_sin, position, m_token, table_rows, sin_stride, EMB, EMB_PADDED, POSITIONS)
@@ -237,8 +249,20 @@ def key_value_backward_kernel(
         m_token = o_token < n_tokens
         o_s, o_b = _token_index(o_token, batch, BATCHED)
         p_token = p_dkey + o_s * dkey_s + o_b * dkey_b + K
-        position = table_position(
-            o_token, m_token, tokens_per_row, p_offsets, n_sequences, search_steps, cp_rank, cp_size, p_ids, POSITIONS
+        position = block_positions(
+            i_tokens * BLOCK_T,
+            o_token,
+            m_token,
+            n_tokens,
+            tokens_per_row,
+            p_offsets,
+            n_sequences,
+            search_steps,
+            cp_rank,
+            cp_size,
+            p_ids,
+            POSITIONS,
+            BLOCK_T == 1,
         )
         cos_l, cos_r = load_table_row(p_cos, position, m_token, table_rows, cos_stride, EMB, EMB_PADDED, POSITIONS)
         sin_l, sin_r = load_table_row(p_sin, position, m_token, table_rows, sin_stride, EMB, EMB_PADDED, POSITIONS)

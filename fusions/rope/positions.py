@@ -1,6 +1,6 @@
 """Which table row a token uses, inside a kernel: the rules of `positions_reference.py`.
 
-A sequence is found by binary search in the global offsets. With context parallelism the local offset of entry c is
+A sequence is found by a search in the global offsets. With context parallelism the local offset of entry c is
 c // cp_size, and c // cp_size <= t exactly when c < (t + 1) * cp_size, so that the search itself divides nothing.
 """
 
@@ -16,6 +16,8 @@ PACKED = tl.constexpr(1)  # offset within the sequence
 PACKED_ZIGZAG = tl.constexpr(2)  # the same under context parallelism
 BY_ID = tl.constexpr(3)  # position_ids[token], or [token // B] when they are per s
 
+BLOCK_PIVOTS = tl.constexpr(32)  # offsets that each token of a block is compared with at once
+
 # Arguments that grow with the batch: Triton would otherwise compile again when they are 1 or a multiple of 16.
 NOT_SPECIALIZED = [
     "n_tokens",
@@ -30,18 +32,37 @@ NOT_SPECIALIZED = [
 
 
 @triton.jit
-def _find_sequence(o_token, p_offsets, n_sequences, search_steps, cp_size):
-    """Last sequence that starts at or before each token; n_sequences itself for rows past the end."""
+def _find_sequence(o_token, p_offsets, n_sequences, search_steps, cp_size, SINGLE: tl.constexpr):
+    """Last sequence that starts at or before each token; n_sequences itself for rows past the end.
+
+    One load of evenly spaced offsets narrows the search to the sequences between two of them, which are then bisected,
+    a dependent load a step: up to 127 sequences are found at once for a single token, up to 31 for a block of them.
+    """
+    PIVOTS: tl.constexpr = 128 if SINGLE else BLOCK_PIVOTS
     first_not_before = (o_token.to(tl.int64) + 1) * cp_size
-    low = o_token * 0
-    high = low + n_sequences + 1
-    step = 0
-    while step < search_steps:  # (the interpreter cannot take the length of a range from an argument)
-        middle = (low + high) // 2
-        starts_before = tl.load(p_offsets + middle).to(tl.int64) < first_not_before
-        low = tl.where(starts_before, middle, low)
-        high = tl.where(starts_before, high, middle)
-        step += 1
+    span = (n_sequences + PIVOTS) // PIVOTS
+    o_pivot = tl.arange(0, PIVOTS) * span
+    m_pivot = o_pivot <= n_sequences
+    starts = tl.load(p_offsets + o_pivot, mask=m_pivot, other=0).to(tl.int64)
+    if SINGLE:
+        low = (tl.sum((m_pivot & (starts < first_not_before)).to(tl.int32), 0) - 1) * span
+        high = tl.minimum(low + span, n_sequences + 1)
+        while high - low > 1:
+            middle = (low + high) // 2
+            starts_before = tl.load(p_offsets + middle).to(tl.int64) < first_not_before
+            low = tl.where(starts_before, middle, low)
+            high = tl.where(starts_before, high, middle)
+    else:
+        m_before = m_pivot[None, :] & (starts[None, :] < first_not_before[:, None])
+        low = (tl.sum(m_before.to(tl.int32), 1) - 1) * span
+        high = tl.minimum(low + span, n_sequences + 1)
+        step = 0
+        while step < search_steps:  # (the interpreter cannot take the length of a range from an argument)
+            middle = (low + high) // 2
+            starts_before = tl.load(p_offsets + middle).to(tl.int64) < first_not_before
+            low = tl.where(starts_before, middle, low)
+            high = tl.where(starts_before, high, middle)
+            step += 1
     return low
 
 
@@ -57,14 +78,15 @@ def table_position(
     cp_size,
     p_ids,
     POSITIONS: tl.constexpr,
+    SINGLE: tl.constexpr,
 ):
-    """Table row (int64) of int32 tokens, a block or a scalar; `tokens_per_row` consecutive tokens share a row."""
+    """Table row (int64) of int32 tokens, a block, or a scalar with SINGLE; `tokens_per_row` tokens share a row."""
     if POSITIONS == BY_ROW:
         position = (o_token // tokens_per_row).to(tl.int64)
     elif POSITIONS == BY_ID:
         position = tl.load(p_ids + o_token // tokens_per_row, mask=m_token, other=0).to(tl.int64)
     else:
-        sequence = _find_sequence(o_token, p_offsets, n_sequences, search_steps, cp_size)
+        sequence = _find_sequence(o_token, p_offsets, n_sequences, search_steps, cp_size, SINGLE)
         start = tl.load(p_offsets + sequence).to(tl.int64)
         if POSITIONS == PACKED:
             position = o_token - start
@@ -78,6 +100,54 @@ def table_position(
             position = tl.where(offset < first, offset + cp_rank * first, late)
         position = tl.where(sequence < n_sequences, position, 0)
     return position
+
+
+@triton.jit
+def block_positions(
+    i_token,
+    o_token,
+    m_token,
+    n_tokens,
+    tokens_per_row,
+    p_offsets,
+    n_sequences,
+    search_steps,
+    cp_rank,
+    cp_size,
+    p_ids,
+    POSITIONS: tl.constexpr,
+    SINGLE: tl.constexpr,
+):
+    """Table rows (int64) of a block of tokens; with SINGLE all of it is i_token, which is looked for once."""
+    if SINGLE:
+        position = table_position(
+            i_token,
+            i_token < n_tokens,
+            tokens_per_row,
+            p_offsets,
+            n_sequences,
+            search_steps,
+            cp_rank,
+            cp_size,
+            p_ids,
+            POSITIONS,
+            True,
+        )
+        return position + (o_token * 0).to(tl.int64)
+    else:
+        return table_position(
+            o_token,
+            m_token,
+            tokens_per_row,
+            p_offsets,
+            n_sequences,
+            search_steps,
+            cp_rank,
+            cp_size,
+            p_ids,
+            POSITIONS,
+            False,
+        )
 
 
 def position_arguments(
@@ -109,7 +179,7 @@ def position_arguments(
     arguments |= {
         "p_offsets": cu_seqlens.contiguous(),
         "n_sequences": n_sequences,
-        "search_steps": n_sequences.bit_length(),
+        "search_steps": (n_sequences // BLOCK_PIVOTS.value).bit_length(),
         "cp_rank": cp_rank,
         "cp_size": cp_size,
     }

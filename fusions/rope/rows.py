@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .positions import NOT_SPECIALIZED, position_arguments, table_position
+from .positions import NOT_SPECIALIZED, block_positions, position_arguments
 from .registry import blocks, on_device_of, padded, token_count, token_strides
 from .rotation import (
     columns_mask,
@@ -102,8 +102,20 @@ def rope_rows_kernel(
         m_nope = columns_mask(m_row, o_nope, NOPE, NOPE_PADDED)
         p_from = p_nope_in + o_s * nope_in_s + o_b * nope_in_b + o_head * nope_in_h + NOPE_IN_AT
         b_nope = tl.load(p_from[:, None] + o_nope[None, :], mask=m_nope, other=0.0)
-    position = table_position(
-        o_token, m_row, tokens_per_row, p_offsets, n_sequences, search_steps, cp_rank, cp_size, p_ids, POSITIONS
+    position = block_positions(
+        i_token.to(tl.int32),
+        o_token,
+        m_row,
+        n_tokens,
+        tokens_per_row,
+        p_offsets,
+        n_sequences,
+        search_steps,
+        cp_rank,
+        cp_size,
+        p_ids,
+        POSITIONS,
+        HEADS % BLOCK == 0,
     )
     cos_l, cos_r = load_table_row(p_cos, position, m_row, table_rows, cos_stride, EMB, EMB_PADDED, POSITIONS)
     sin_l, sin_r = load_table_row(p_sin, position, m_row, table_rows, sin_stride, EMB, EMB_PADDED, POSITIONS)
