@@ -18,14 +18,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mla_attention.communication import Communication
+from mla_attention.communication import Communication, KeysUnderWay
 from mla_attention.configs import MLAConfig
 from mla_attention.core_attention import build_core_attention
 from mla_attention.dsa.absorb import absorb_query, latent_attention, split_up_projection, up_project_value
-from mla_attention.forward_checks import check_combination, check_hidden_states, refuse_topk_indices
+from mla_attention.forward_checks import refuse_topk_indices
 from mla_attention.head_groups import attend_in_groups, head_groups
 from mla_attention.key_value_assembly import KeyValueAssembly
 from mla_attention.latent_cache import LatentCache
+from mla_attention.lay_out import lay_out_tokens
 from mla_attention.layers import build_layers
 from mla_attention.logits import largest_logits
 from mla_attention.outputs import AttentionAux
@@ -33,8 +34,7 @@ from mla_attention.packed import PackedSeqParams
 from mla_attention.qk_clip import clip_projections
 from mla_attention.recompute import with_recomputed_operands
 from mla_attention.rotary import build_rotary, softmax_scale
-from mla_attention.token_layout import TokenLayout, row_positions, without_padding
-from mla_attention.zigzag import check_divisible, key_order
+from mla_attention.token_layout import TokenLayout, without_padding
 
 
 def should_use_fused_mla_rope(config: MLAConfig) -> bool:
@@ -167,8 +167,8 @@ class MLASelfAttention(nn.Module):
         """
         tokens = self._token_layout(hidden_states, attention_mask, packed_seq_params, position_ids, cache)
         hidden = self._enter(hidden_states, tokens)
-        q_latent, kv_latent, k_pe = self._project_down(hidden)
-        kv_latent, k_pe = self._key_latents(kv_latent, k_pe, tokens)
+        q_latent, kv_latent, k_pe, started = self._project_down(hidden)
+        kv_latent, k_pe = self._key_latents(kv_latent, k_pe, tokens, started)
         if self.config.experimental_attention_variant == "dsa":
             context, aux = self._attend_sparse(
                 hidden, q_latent, kv_latent, k_pe, tokens, topk_indices, cache, return_aux
@@ -195,14 +195,13 @@ class MLASelfAttention(nn.Module):
             `[S, B, n, Rkv+Dr]` and key `[S, B, 1, Rkv+Dr]` are the absorbed ones and value is None.
         """
         tokens = self._token_layout(hidden_states, None, packed_seq_params, position_ids, None)
-        q_latent, kv_latent, k_pe = self._project_down(self._enter(hidden_states, tokens))
+        q_latent, kv_latent, k_pe, started = self._project_down(self._enter(hidden_states, tokens))
+        key_latents = self._key_latents(kv_latent, k_pe, tokens, started)
         q_compressed = None if self.config.q_lora_rank is None else self.q_layernorm.normed(q_latent)
         kv_compressed = self.kv_layernorm.normed(kv_latent)
         if self.config.experimental_attention_variant == "dsa":
-            absorbed = self._absorb(q_latent, *self._key_latents(kv_latent, k_pe, tokens), tokens)
-            return (*absorbed, None, q_compressed, kv_compressed)
-        expanded = self._expand(q_latent, *self._key_latents(kv_latent, k_pe, tokens), tokens)
-        return (*expanded, q_compressed, kv_compressed)
+            return (*self._absorb(q_latent, *key_latents, tokens), None, q_compressed, kv_compressed)
+        return (*self._expand(q_latent, *key_latents, tokens), q_compressed, kv_compressed)
 
     @torch.no_grad()
     def clip_qk(self, max_logits: Tensor, threshold: float | None = None, alpha: float | None = None) -> None:
@@ -233,27 +232,33 @@ class MLASelfAttention(nn.Module):
 
     # --- the steps of the forward, in order ---
 
-    def _project_down(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_down(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor, KeysUnderWay | None]:
         """Normed latents `[.., Rq]`, `[.., Rkv]` and the shared rotary key `[.., Dr]`; without q_lora_rank the query's
-        latent is the hidden state. Where the up projections apply the norms, the latents are not normed yet."""
-        config = self.config
-        if config.q_lora_rank is None:
-            q_latent, kv = hidden, self.linear_kv_down_proj(hidden)
-        elif config.mla_down_proj_fusion:
-            weight = torch.cat([self.linear_q_down_proj.local_weight(), self.linear_kv_down_proj.local_weight()])
-            q_latent, kv = F.linear(hidden, weight).split(
-                [config.q_lora_rank, weight.shape[0] - config.q_lora_rank], -1
-            )
-        else:
-            q_latent, kv = self.linear_q_down_proj(hidden), self.linear_kv_down_proj(hidden)
-        if config.q_lora_rank is not None:
-            q_latent = self.q_layernorm(q_latent)
-        kv_latent, k_pe = kv.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
-        return self.comm.to_heads(q_latent, self.kv_layernorm(kv_latent), k_pe)
+        latent is the hidden state. Where the up projections apply the norms, the latents are not normed yet.
 
-    def _key_latents(self, kv_latent: Tensor, k_pe: Tensor, tokens: TokenLayout) -> tuple[Tensor, Tensor]:
+        The keys' come first: they may be on their way to other ranks while the query is projected."""
+        config = self.config
+        if config.mla_down_proj_fusion and config.q_lora_rank is not None:
+            weight = torch.cat([self.linear_q_down_proj.local_weight(), self.linear_kv_down_proj.local_weight()])
+            widths = [config.q_lora_rank, config.kv_lora_rank + config.qk_pos_emb_head_dim]
+            q_latent, kv = F.linear(hidden, weight).split(widths, -1)
+        else:
+            q_latent, kv = None, self.linear_kv_down_proj(hidden)
+        kv_latent, k_pe = kv.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        kv_latent = self.kv_layernorm(kv_latent)
+        started = self.comm.start_to_all_keys(kv_latent, k_pe)
+        if config.q_lora_rank is None:
+            q_latent = hidden
+        else:
+            q_latent = self.q_layernorm(self.linear_q_down_proj(hidden) if q_latent is None else q_latent)
+        q_latent, kv_latent, k_pe = self.comm.to_heads(q_latent, kv_latent, k_pe)
+        return q_latent, kv_latent, k_pe, started
+
+    def _key_latents(
+        self, kv_latent: Tensor, k_pe: Tensor, tokens: TokenLayout, started: KeysUnderWay | None
+    ) -> tuple[Tensor, Tensor]:
         """Latents of all keys, gathered over context-parallel ranks: Rkv+Dr channels a token, not keys and values."""
-        kv_latent, k_pe = self.comm.to_all_keys(kv_latent, k_pe, order=tokens.order)
+        kv_latent, k_pe = self.comm.to_all_keys(kv_latent, k_pe, order=tokens.order, started=started)
         return kv_latent, k_pe
 
     def _attend_dense(
@@ -386,11 +391,11 @@ class MLASelfAttention(nn.Module):
         return query.unflatten(-1, (self.num_heads, query.shape[-1] // self.num_heads))
 
     def rotate_query(self, query: Tensor, tokens: TokenLayout) -> Tensor:
-        """Rotated query, in the projection's own memory unless a forward hook may have kept that."""
+        """Rotated query: by the kernel in the projection's own memory, unless a forward hook may have kept that."""
         rope = self.assemble.rope
-        kept = self.query_up_proj._forward_hooks
+        kept = self.query_up_proj._forward_hooks or not self.assemble.fused_rope
         rotate = rope.fused_mla_rope_out_of_place if kept else rope.fused_apply_mla_rope_for_q
-        return rotate(
+        query = rotate(
             query,
             tokens.cos,
             tokens.sin,
@@ -399,6 +404,8 @@ class MLASelfAttention(nn.Module):
             tokens.cu_seqlens,
             **tokens.rope_arguments(),
         )
+        _ = query.grad_fn  # renews the history of a rotated view: hooks on one that lags behind crash torch 2.13
+        return query
 
     def _key_up(self) -> Tensor:
         """k_up `[n, Dn, Rkv]`."""
@@ -421,52 +428,7 @@ class MLASelfAttention(nn.Module):
         position_ids: Tensor | None,
         cache: LatentCache | None,
     ) -> TokenLayout:
-        check_hidden_states(hidden_states, self.config.hidden_size, self.linear_kv_down_proj.weight.dtype)
-        device, batch = hidden_states.device, hidden_states.shape[1]
-        self.comm.check_alike(hidden_states)
-        rows = self.comm.rows_after_gather(hidden_states.shape[0])
-        key_rows, cp_size = rows * self.comm.cp_size, self.comm.cp_size
-        first = 0
-        if cache is not None:
-            cache.check(rows, batch)
-            first = cache.length
-        check_combination(attention_mask, packed, cache, self.config, batch, rows, cp_size)
-        if packed is not None:
-            packed.check_rows(key_rows, device)
-        check_divisible("hidden_states", key_rows, cp_size, packed)
-        self.core_attention.check(device, packed=packed is not None, cp_size=cp_size)
-
-        order = None if cp_size == 1 else key_order(key_rows, cp_size, packed, device)
-        positions = key_positions = None
-        length = max(packed.longest_rows, 1) if packed is not None else first + key_rows  # rows of padding read row 0
-        if position_ids is not None:
-            positions = self._row_positions(position_ids, hidden_states, rows, packed is not None)
-            key_positions = self._by_row(positions, rows, lambda p: self.comm.to_all_keys(p, order=order))
-            length = max(length, int(key_positions.max()) + 1 if key_positions.numel() else 0)
-        elif first:
-            positions = torch.arange(first, first + rows, device=device)
-        batch = 1 if packed is not None else batch
-        cos, sin = self.rotary.cos_sin(length, device=device)
-        if cp_size == 1:
-            return TokenLayout(batch, rows, cos, sin, packed, positions, attention_mask)
-        keys = TokenLayout(batch, key_rows, cos, sin, packed, key_positions)
-        if packed is None and positions is None:
-            cos, sin = self.rotary.cos_sin(length, device=device, cp_rank=self.comm.cp_rank, cp_size=cp_size)
-        return TokenLayout(
-            batch, rows, cos, sin, packed, positions, None, self.comm.cp_rank, cp_size, gathered=keys, order=order
-        )
-
-    def _row_positions(self, position_ids: Tensor, hidden_states: Tensor, rows: int, packed: bool) -> Tensor:
-        """Rotary positions of all rows of the head-sharded region, given for these or for the rank's hidden states."""
-        given, batch = hidden_states.shape[:2]
-        if given == rows or position_ids.shape[-1:] != (given,):
-            return row_positions(position_ids, rows, batch, packed)
-        own = row_positions(position_ids, given, batch, packed)
-        return self._by_row(own, given, self.comm.to_every_rank)
-
-    def _by_row(self, positions: Tensor, rows: int, gather: Callable[[Tensor], tuple[Tensor, ...]]) -> Tensor:
-        """Positions `[rows]` or `[rows * B]` gathered as rows."""
-        return gather(positions.view(rows, positions.numel() // rows))[0].flatten() if rows else positions
+        return lay_out_tokens(self, hidden_states, attention_mask, packed, position_ids, cache)
 
     def _enter(self, hidden_states: Tensor, tokens: TokenLayout) -> Tensor:
         """Hidden states `[S, B, H]` or `[T, H]`, zero where a row holds no token."""
