@@ -7,12 +7,21 @@ outside (`mla_attention.parallel`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mla_attention.layers.torch_layers import Share
 from mla_attention.zigzag import KeyOrder
+
+
+class KeysUnderWay(Protocol):
+    """Key latents of all ranks that were sent for."""
+
+    def finish(self, order: KeyOrder) -> Tensor:
+        """The latents of a token side by side, in global order."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -100,7 +109,13 @@ class Communication:
         under sequence parallelism; the gradient, the same on every rank, is not summed."""
         return tensors
 
-    def to_all_keys(self, *latents: Tensor, order: KeyOrder | None) -> tuple[Tensor, ...]:
+    def start_to_all_keys(self, *latents: Tensor) -> KeysUnderWay | None:
+        """Send the latents of `to_all_keys` ahead of the call, where nothing stands in between; None elsewhere."""
+        return None
+
+    def to_all_keys(
+        self, *latents: Tensor, order: KeyOrder | None, started: KeysUnderWay | None = None
+    ) -> tuple[Tensor, ...]:
         """Per-token key latents `[S/cp, .., R]`, gathered over context-parallel ranks into global order."""
         return latents
 

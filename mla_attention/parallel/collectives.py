@@ -13,6 +13,8 @@ Source: the conjugate operators of Megatron-LM (arXiv 1909.08053, 2205.05198).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -47,6 +49,50 @@ def gather_keys(tensor: Tensor, group: ProcessGroup, order: KeyOrder) -> Tensor:
     return _GatherRows.apply(tensor, group, order, True)
 
 
+class KeysOnTheWay:
+    """A `gather_keys` in two halves, so that what is computed between them hides its travel, in both directions.
+
+        started = KeysOnTheWay(rows, group); ...; keys = started.finish(order)
+
+    The forward gathers from the first half to the second. The backward sums and scatters from the second half to the
+    first: autograd runs what was computed between them in between.
+
+    Args:
+        rows: `[r, ...]` of this rank.
+        group: ranks that are gathered from.
+    """
+
+    def __init__(self, rows: Tensor, group: ProcessGroup) -> None:
+        self.group = group
+        self.work: dist.Work | None = None
+        self.operands: tuple[Tensor, Tensor] | None = None  # of the collective under way: (sent, received)
+        self.rows = _BeginGather.apply(rows, self)  # for `finish` alone: its gradient is not there before it is awaited
+
+    def finish(self, order: KeyOrder) -> Tensor:
+        """`[r * size, ...]` in global order."""
+        return _FinishGather.apply(self.rows, self, order)
+
+    def send(self, tensor: Tensor, *, gather: bool) -> Tensor:
+        """Start an all-gather of rows, or a sum and scatter of them; what it returns is there after `wait`."""
+        sent = tensor.contiguous()
+        size = self.group.size()
+        rows = sent.shape[0] * size if gather else sent.shape[0] // size
+        received = sent.new_empty(rows, *sent.shape[1:])
+        collective = _all_gather() if gather else _reduce_scatter()
+        self.work = collective(received, sent, group=self.group, async_op=True)
+        self.operands = sent, received
+        return received
+
+    def wait(self) -> Tensor:
+        """What was sent for last."""
+        if self.work is None or self.operands is None:
+            raise RuntimeError("KeysOnTheWay: waited for without a collective under way")
+        self.work.wait()
+        received = self.operands[1]
+        self.work = self.operands = None
+        return received
+
+
 def sum_and_scatter_rows(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """This rank's `[r, ...]` of the sum over ranks of `[r * size, ...]`; the gradient is gathered."""
     return _SumAndScatterRows.apply(tensor, group)
@@ -69,17 +115,23 @@ def numbers_of_ranks(numbers: list[int], device: torch.device, group: ProcessGro
 # that a tool that wraps torch.distributed sees them.
 
 
+def _all_gather() -> Callable:
+    return dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
+
+def _reduce_scatter() -> Callable:
+    return dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
+
 def _gather(tensor: Tensor, group: ProcessGroup) -> Tensor:
     whole = tensor.new_empty(tensor.shape[0] * group.size(), *tensor.shape[1:])
-    gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
-    gather(whole, tensor.contiguous(), group=group)
+    _all_gather()(whole, tensor.contiguous(), group=group)
     return whole
 
 
 def _scatter(tensor: Tensor, group: ProcessGroup) -> Tensor:
     part = tensor.new_empty(tensor.shape[0] // group.size(), *tensor.shape[1:])
-    scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
-    scatter(part, tensor.contiguous(), group=group)
+    _reduce_scatter()(part, tensor.contiguous(), group=group)
     return part
 
 
@@ -143,6 +195,31 @@ class _GatherRows(torch.autograd.Function):
         if ctx.order is not None:
             gradient = gradient.index_select(0, ctx.order)
         return _scatter(gradient, ctx.group), None, None, None
+
+
+class _BeginGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, transfer: KeysOnTheWay) -> Tensor:
+        ctx.transfer = transfer
+        transfer.send(rows, gather=True)
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor):
+        return ctx.transfer.wait(), None
+
+
+class _FinishGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, transfer: KeysOnTheWay, order: KeyOrder) -> Tensor:
+        ctx.transfer, ctx.order = transfer, order
+        return transfer.wait().index_select(0, order.places)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor):
+        return ctx.transfer.send(gradient.index_select(0, ctx.order.rows), gather=False), None, None
 
 
 class _SumAndScatterRows(torch.autograd.Function):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from mla_attention.communication import Communication
+from mla_attention.communication import Communication, KeysUnderWay
 from mla_attention.fusions.host_checks import values_are_validated
 from mla_attention.layers.torch_layers import Linear, LocalParameters, identity
 from mla_attention.parallel import collectives
@@ -107,9 +107,7 @@ class GroupCommunication(Communication):
             return latents
         if not self.sequence_parallel:
             return collectives.sum_gradients(self.tp.group, *latents)
-        # Under autocast the norms answer in fp32; the projections behind would round to the dtype of the last anyhow.
-        row = torch.cat([latent.to(latents[-1].dtype) for latent in latents], dim=-1)
-        gathered = collectives.gather_rows(row, self.tp.group)
+        gathered = collectives.gather_rows(_side_by_side(latents), self.tp.group)
         return gathered.split([latent.shape[-1] for latent in latents], dim=-1)
 
     def from_heads(self, output: Tensor) -> Tensor:
@@ -126,13 +124,21 @@ class GroupCommunication(Communication):
         # Each in memory of its own: the caller may write in place, which views of one tensor forbid.
         return tuple(part.clone() for part in gathered.split([t.shape[-1] for t in tensors], dim=-1))
 
-    def to_all_keys(self, *latents: Tensor, order: KeyOrder | None) -> tuple[Tensor, ...]:
+    def start_to_all_keys(self, *latents: Tensor) -> collectives.KeysOnTheWay | None:
+        # Over tensor-parallel ranks all latents cross to the heads first, in one collective that needs the query's too.
+        if self.cp is None or self.tp is not None or torch.compiler.is_compiling():
+            return None
+        return collectives.KeysOnTheWay(_side_by_side(latents), self.cp.group)
+
+    def to_all_keys(
+        self, *latents: Tensor, order: KeyOrder | None, started: KeysUnderWay | None = None
+    ) -> tuple[Tensor, ...]:
         if self.cp is None or order is None:
             return latents
-        row = latents[0]
-        if len(latents) > 1:
-            row = torch.cat([latent.to(latents[-1].dtype) for latent in latents], dim=-1)
-        gathered = collectives.gather_keys(row, self.cp.group, order)
+        if started is None:
+            gathered = collectives.gather_keys(_side_by_side(latents), self.cp.group, order)
+        else:
+            gathered = started.finish(order)
         return gathered.split([latent.shape[-1] for latent in latents], dim=-1)
 
     def sum_over_context(self, value: Tensor) -> Tensor:
@@ -140,6 +146,12 @@ class GroupCommunication(Communication):
 
     def max_over_context(self, value: Tensor) -> Tensor:
         return value if self.cp is None else collectives.largest_over_ranks(value, self.cp.group)
+
+
+def _side_by_side(latents: tuple[Tensor, ...]) -> Tensor:
+    """The latents of a token as one row, in the dtype of the last: under autocast the norms answer in fp32, and what
+    reads the latents would round them to it anyhow."""
+    return latents[0] if len(latents) == 1 else torch.cat([latent.to(latents[-1].dtype) for latent in latents], dim=-1)
 
 
 def _refuse_different(found: list[list[int]], dims: str, multiple: int) -> None:

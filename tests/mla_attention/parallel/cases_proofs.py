@@ -80,15 +80,18 @@ class RotaryKeySummedTwice(GroupCommunication):
 class OnlyOwnKeys(GroupCommunication):
     """Gathers keys, but a rank keeps what its own queries found of their gradient."""
 
-    def to_all_keys(self, *latents: Tensor, order) -> tuple[Tensor, ...]:
+    def start_to_all_keys(self, *latents: Tensor) -> None:
+        return None
+
+    def to_all_keys(self, *latents: Tensor, order, started=None) -> tuple[Tensor, ...]:
         assert self.cp is not None
         return tuple(collectives.gather_same_rows(latent, self.cp.group, order) for latent in latents)
 
 
-class RankOrder(GroupCommunication):
+class RankOrder(OnlyOwnKeys):
     """Leaves the gathered keys in the order of the ranks."""
 
-    def to_all_keys(self, *latents: Tensor, order) -> tuple[Tensor, ...]:
+    def to_all_keys(self, *latents: Tensor, order, started=None) -> tuple[Tensor, ...]:
         assert self.cp is not None
         return tuple(collectives.gather_rows(latent, self.cp.group) for latent in latents)
 
@@ -129,6 +132,32 @@ def rotary_rows() -> None:
         assert_close(found[latent], wanted[latent], 1e-9, "latent rows")
         rotary = slice(config.kv_lora_rank, None)
         assert torch.allclose(found[rotary], wanted[rotary], rtol=1e-6, atol=0) == right
+
+
+@case(2, "keys_travel_while_the_query_is_projected")
+def overlap() -> None:
+    """The gather is awaited after the query's down projection, the backward's scatter after that one's gradient."""
+    events: list[str] = []
+    send, wait = collectives.KeysOnTheWay.send, collectives.KeysOnTheWay.wait
+
+    def noted(event: str, function: Callable) -> Callable:
+        def call(*args, **options):
+            events.append(event)
+            return function(*args, **options)
+
+        return call
+
+    layer = parallelize(build(tiny()), CP.mesh())
+    layer.linear_q_down_proj.register_forward_hook(lambda *_: events.append("query"))
+    layer.linear_q_down_proj.weight.register_hook(lambda _: events.append("query"))
+    with (
+        mock.patch.object(collectives.KeysOnTheWay, "send", noted("send", send)),
+        mock.patch.object(collectives.KeysOnTheWay, "wait", noted("wait", wait)),
+    ):
+        output, _ = layer(torch.randn(8, 1, tiny().hidden_size, dtype=torch.float64))
+        assert events == ["send", "query", "wait"]
+        output.sum().backward()
+        assert events == ["send", "query", "wait"] * 2
 
 
 @contextmanager
