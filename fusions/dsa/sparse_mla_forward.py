@@ -133,7 +133,7 @@ def forward_blocks(heads: int, width: int, itemsize: int, shared_bytes: int) -> 
     if itemsize == 4:
         return ForwardBlocks(16, 16, 8, 2)
     block_heads = min(64, max(16, triton.next_power_of_2(heads)))
-    candidates = [(32, 4), (32, 3), (32, 2), (16, 3), (16, 2)] if block_heads == 64 else [(32, 2), (16, 2)]
+    candidates = [(64, 2), (32, 3), (32, 2), (16, 2)] if block_heads == 64 else [(32, 2), (16, 2)]
     for keys, stages in candidates:
         if (block_heads + keys * stages) * width * itemsize + _SCRATCH_BYTES <= shared_bytes:
             return ForwardBlocks(block_heads, keys, 8 if block_heads >= 32 else 4, stages)
