@@ -404,7 +404,8 @@ class MLASelfAttention(nn.Module):
             tokens.cu_seqlens,
             **tokens.rope_arguments(),
         )
-        _ = query.grad_fn  # renews the history of a rotated view: hooks on one that lags behind crash torch 2.13
+        if not torch.compiler.is_compiling():
+            _ = query.grad_fn  # renews the history of a rotated view: hooks on one that lags behind crash torch 2.13
         return query
 
     def _key_up(self) -> Tensor:
