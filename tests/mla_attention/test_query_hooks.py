@@ -12,7 +12,9 @@ seen = []
 for tensor in layer.get_query_key_value_tensors(torch.randn(8, 1, tiny().hidden_size)):
     tensor.register_hook(lambda gradient: seen.append(gradient.shape))
     tensor.sum().backward(retain_graph=True)
-layer.core_attention.register_forward_pre_hook(lambda _, given: given[0].register_hook(lambda g: seen.append(g.shape)))
+def watch(_, given):
+    given[0].register_hook(lambda gradient: seen.append(gradient.shape))
+layer.core_attention.register_forward_pre_hook(watch)
 layer(torch.randn(8, 1, tiny().hidden_size))[0].sum().backward()
 print(len(seen))
 """
