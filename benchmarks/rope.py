@@ -65,6 +65,7 @@ class Shape:
     value: int = 0
     rope_first: bool = False
     sequences: int = 0
+    bf16_tables: bool = False
     targets: tuple[float, float] = (1.0, 1.0)
 
     @property
@@ -94,6 +95,7 @@ SHAPES = (
     Shape("dsv3_q_packed", 16384, 128, 128, sequences=64, targets=(1.7, 2.0)),
     Shape("indexer_q", 65536, 32, 64, rope_first=True, targets=(1.7, 2.0)),
     Shape("indexer_k", 65536, 1, 64, rope_first=True, targets=(3.5, 3.5)),
+    Shape("indexer_k_bf16_tables", 65536, 1, 64, rope_first=True, bf16_tables=True, targets=(3.5, 3.5)),
     Shape("glm5_q_tp8_4096", 4096, 8, 192),
     Shape("glm5_kv", 16384, 64, 192, value=256),
     Shape("glm5_kv_tp8", 65536, 8, 192, value=256),
@@ -127,6 +129,8 @@ class Inputs:
         angle = torch.cat([angle, angle], -1)[:, None, None]
         self.cos, self.sin = angle.cos().float(), angle.sin().float()
         self.cos16, self.sin16 = self.cos.bfloat16(), self.sin.bfloat16()
+        if shape.bf16_tables:  # as the peer is fed; with one head the fp32 tables are as many bytes as the key
+            self.cos, self.sin = self.cos16, self.sin16
         self.cu = None
         if shape.sequences:
             offsets = packed_offsets(shape.tokens, shape.sequences)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 
 from mla_attention.communication import Communication, KeysUnderWay
 from mla_attention.configs import MLAConfig
-from mla_attention.core_attention import build_core_attention
+from mla_attention.core_attention import CoreAttention, build_core_attention
 from mla_attention.dsa.absorb import absorb_query, latent_attention, split_up_projection, up_project_value
 from mla_attention.forward_checks import refuse_topk_indices
 from mla_attention.head_groups import attend_in_groups, head_groups
@@ -35,6 +36,10 @@ from mla_attention.qk_clip import clip_projections
 from mla_attention.recompute import with_recomputed_operands
 from mla_attention.rotary import build_rotary, softmax_scale
 from mla_attention.token_layout import TokenLayout, without_padding
+
+if TYPE_CHECKING:
+    from mla_attention.dsa.sparse_attention import SparseAttention
+    from mla_attention.layers.torch_layers import Linear
 
 
 def should_use_fused_mla_rope(config: MLAConfig) -> bool:
@@ -123,7 +128,7 @@ class MLASelfAttention(nn.Module):
             init_std=std / math.sqrt(2 * config.num_layers),
             share=self.comm.share(1),
         )
-        self.core_attention: nn.Module = build_core_attention(config, self.softmax_scale, backend)
+        self.core_attention: CoreAttention | SparseAttention = build_core_attention(config, self.softmax_scale, backend)
         if config.experimental_attention_variant == "dsa":
             from mla_attention.dsa.sparse_attention import SparseAttention
 
@@ -217,8 +222,9 @@ class MLASelfAttention(nn.Module):
 
         Source: Kimi K2 technical report (arXiv 2507.20534), section 2.1.
         """
-        if hasattr(self, "reshard"):
-            self.reshard()  # under FSDP: gathered parameters are copies, what is written there is lost
+        reshard: Callable[[], None] | None = getattr(self, "reshard", None)
+        if reshard is not None:
+            reshard()  # under FSDP: gathered parameters are copies, what is written there is lost
         clip_projections(
             self.config,
             self.query_up_proj,
@@ -381,7 +387,7 @@ class MLASelfAttention(nn.Module):
         return query, key
 
     @property
-    def query_up_proj(self) -> nn.Module:
+    def query_up_proj(self) -> Linear:
         """The projection that makes queries: `linear_q_up_proj`, or `linear_q_proj` without q_lora_rank."""
         return self.linear_q_proj if self.config.q_lora_rank is None else self.linear_q_up_proj
 

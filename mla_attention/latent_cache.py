@@ -35,7 +35,7 @@ class LatentCache:
         width = config.kv_lora_rank + config.qk_pos_emb_head_dim
         self.keys = torch.empty(max_length, batch_size, width, device=device, dtype=dtype)
         self.index_keys: Tensor | None = None
-        if config.experimental_attention_variant == "dsa" and not config.dsa_indexer_shared:
+        if config.dsa_indexer_head_dim is not None and not config.dsa_indexer_shared:
             self.index_keys = torch.empty(
                 max_length, batch_size, config.dsa_indexer_head_dim, device=device, dtype=dtype
             )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -60,5 +62,5 @@ def _scale_rows(weight: Tensor, factors: Tensor, tp_rank: int) -> None:
     """Multiply each row of this rank's heads, or those of them that FSDP leaves to this rank, by its factor."""
     local, first = local_tensor(weight), 0
     if local.shape[0] != factors.shape[0]:
-        first = weight.__create_chunk_list__()[0].offsets[0] - tp_rank * factors.shape[0]
+        first = cast(Any, weight).__create_chunk_list__()[0].offsets[0] - tp_rank * factors.shape[0]
     local.copy_(local * factors[first : first + local.shape[0], None])

@@ -13,10 +13,11 @@ get their gradients through autograd as usual (hooks, `torch.autograd.grad`, FSD
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 
@@ -82,7 +83,7 @@ class _Produce(torch.autograd.Function):
         return (None, None, *(next(found) if t.requires_grad else None for t in (*inputs, *ctx.parameters)))
 
 
-def _run_again(ctx: FunctionCtx) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+def _run_again(ctx: Any) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     if ctx.second_run is None:
         device, dtype, enabled = ctx.autocast
         inputs = [t.detach().requires_grad_(w) for t, w in zip(ctx.saved_tensors, ctx.wants_gradient, strict=True)]

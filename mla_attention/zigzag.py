@@ -73,9 +73,9 @@ def rows_of_rank(rows: int, cp_rank: int, cp_size: int, packed: PackedSeqParams 
         device: where the result lies; for a pack the device of its offsets.
     """
     if packed is None:
-        chunk = rows // (2 * cp_size)
-        first = torch.arange(chunk, device=device)
-        return torch.cat([first + cp_rank * chunk, first + (2 * cp_size - 1 - cp_rank) * chunk])
+        length = rows // (2 * cp_size)
+        first = torch.arange(length, device=device)
+        return torch.cat([first + cp_rank * length, first + (2 * cp_size - 1 - cp_rank) * length])
     starts = packed.row_offsets.to(torch.int64)
     bounds = starts // cp_size  # local start rows
     row = torch.arange(rows // cp_size, device=starts.device)

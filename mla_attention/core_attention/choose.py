@@ -57,26 +57,32 @@ class AutoAttention(CoreAttention):
         self.choices = torch.nn.ModuleDict({name: cls(qk_dim, v_dim, scale, dropout) for name, cls in classes.items()})
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tokens: TokenLayout) -> Tensor:
-        return self.choices[self.choice(query.device, tokens)](query, key, value, tokens)
+        chosen = self.choices[self.choice(query.device, tokens)]
+        return chosen(query, key, value, tokens)
 
     def choice(self, device: torch.device, tokens: TokenLayout) -> str:
         """Name of the back end for this device and layout."""
         packed = tokens.packed
         te_may = "te" in self.choices and tokens.cp_size == 1 and tokens.attention_mask is None
-        if te_may and self.choices["te"].refusal(device, packed=packed is not None) is None:
+        if te_may and self._serves("te", device, packed=packed is not None):
             return "te"
         if packed is None:
             return "sdpa"
-        known = packed.host_offsets is not None
+        offsets = packed.host_offsets
+        known = offsets is not None
         if tokens.cp_size > 1:
             return "sdpa" if known else "flex" if device.type == "cuda" else "reference"
         if device.type != "cuda":
             return "sdpa" if known else "reference"
-        if known and packed.host_offsets[-1] >= _LONG_SEQUENCE * max(packed.num_sequences, 1):
+        if offsets is not None and offsets[-1] >= _LONG_SEQUENCE * max(packed.num_sequences, 1):
             return "sdpa"
-        if self.choices["varlen"].refusal(device, packed=True) is None:
+        if self._serves("varlen", device, packed=True):
             return "varlen"
         return "sdpa" if known else "flex"
+
+    def _serves(self, name: str, device: torch.device, *, packed: bool) -> bool:
+        backend = self.choices[name]
+        return isinstance(backend, CoreAttention) and backend.refusal(device, packed=packed) is None
 
     def extra_repr(self) -> str:
         first = "te, else " if "te" in self.choices else ""

@@ -5,6 +5,8 @@ One block mask serves causality, packing and the attention mask. Forward only on
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
@@ -44,14 +46,13 @@ class FlexAttention(CoreAttention):
     def _block_mask(self, tokens: TokenLayout, device: torch.device) -> BlockMask:
         batch, rows = None, tokens.rows
         if tokens.cp_size > 1:
-            row = tokens.row_index()
-            sequence = None
+            row = cast(Tensor, tokens.row_index())  # there is one under context parallelism
+            sequence = torch.zeros(tokens.key_rows, dtype=torch.int64, device=device)
             if tokens.packed is not None:
                 sequence, _ = tokens.packed.sequence_of_row(tokens.key_rows)
 
             def allowed(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-                causal = row[q] >= k
-                return causal if sequence is None else causal & (sequence[row[q]] == sequence[k])
+                return (row[q] >= k) & (sequence[row[q]] == sequence[k])
 
         elif tokens.packed is not None:
             sequence, _ = tokens.packed.sequence_of_row(rows)

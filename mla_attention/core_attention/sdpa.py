@@ -56,7 +56,8 @@ class SDPAttention(CoreAttention):
         if before == 0:
             return self._attend(query, key, value, None)
         allowed = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device).tril(before)
-        return self._scaled(*(t.permute(1, 2, 0, 3) for t in (query, key, value)), allowed).permute(2, 0, 1, 3)
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        return self._scaled(q, k, v, allowed).permute(2, 0, 1, 3)
 
     def _attend_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return self._attend(query[:, None], key[:, None], value[:, None], None)[:, 0]

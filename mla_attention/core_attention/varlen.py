@@ -54,9 +54,9 @@ class VarlenAttention(CoreAttention):
         """`[q, B, n, Dv]` of queries `[q, B, n, D]` that are the rows of the last keys `[k, B, n, D]`."""
         batch, device = query.shape[1], query.device
         lengths = [t.shape[0] for t in (query, key)]
-        offsets = [torch.arange(0, (batch + 1) * n, n, dtype=torch.int32, device=device) for n in lengths]
-        flat = [t.transpose(0, 1).flatten(0, 1) for t in (query, key, value)]
-        output = self._attend(*flat, tuple(offsets), tuple(lengths))
+        to_q, to_k = (torch.arange(0, (batch + 1) * n, n, dtype=torch.int32, device=device) for n in lengths)
+        q, k, v = (t.transpose(0, 1).flatten(0, 1) for t in (query, key, value))
+        output = self._attend(q, k, v, (to_q, to_k), (lengths[0], lengths[1]))
         return output.view(batch, -1, *value.shape[2:]).transpose(0, 1)
 
     def _attend(
@@ -72,4 +72,5 @@ class VarlenAttention(CoreAttention):
             how["scale"] = self.scale
         else:
             query = query * (self.scale * self.qk_dim**0.5)
-        return varlen_attn(query, key.contiguous(), value.contiguous(), *offsets, *longest, **how)
+        output = varlen_attn(query, key.contiguous(), value.contiguous(), *offsets, *longest, **how)
+        return output if isinstance(output, Tensor) else output[0]

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,8 +111,8 @@ def cudnn_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether cuDNN attention takes these `[S, B, n, D]` or `[T, n, D]` tensors, forward and backward."""
     if not query.is_cuda or query.shape[0] == 0:
         return False
-    views = [(t if t.dim() == 4 else t[:, None]).permute(1, 2, 0, 3) for t in (query, key, value)]
-    return all(can_use_cudnn_attention(SDPAParams(*views, None, 0.0, causal, False)) for causal in (False, True))
+    q, k, v = ((t if t.dim() == 4 else t[:, None]).permute(1, 2, 0, 3) for t in (query, key, value))
+    return all(can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, causal, False)) for causal in (False, True))
 
 
 def attend_with_cudnn(query: Tensor, key: Tensor, value: Tensor, tokens: TokenLayout, scale: float) -> Tensor:
@@ -162,7 +162,8 @@ class _CudnnChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, chunks: list[Chunk], scale: float) -> Tensor:
         output = value.new_empty(*query.shape[:-1], value.shape[-1])
-        lses, rests = [], []
+        lses: list[Tensor] = []
+        rests: list[tuple[Any, ...]] = []
         for chunk in chunks:
             q = query[chunk.rows]
             own = _attend(q, key[chunk.own], value[chunk.own], True, scale)

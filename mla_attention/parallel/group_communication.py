@@ -11,6 +11,7 @@ ranks exactly once. Under context parallelism Rkv+Dr channels a token travel, no
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -84,7 +85,7 @@ class GroupCommunication(Communication):
             if isinstance(part, Linear):
                 part.sum_bias_gradient = self._gradient_sum(self.sequence_parallel)  # the caller adds it to its rows
 
-    def _gradient_sum(self, over_tp: bool) -> GradientSum:
+    def _gradient_sum(self, over_tp: bool) -> Callable[[Tensor], Tensor]:
         groups = [group for group in (self.cp, self.tp if over_tp else None) if group is not None]
         return GradientSum(*groups) if groups else identity
 
