@@ -1,0 +1,1 @@
+"""This package inside other people's training frameworks."""
