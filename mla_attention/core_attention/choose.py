@@ -12,10 +12,12 @@ Under context parallelism sdpa serves both layouts, flex or reference a pack who
 
 A layer with `backend="te"` runs the back end "te" first, wherever that refuses nothing: on CUDA, without an attention
 mask, on one context-parallel rank, and not in the packed combination whose gradients older cuDNN gets wrong (`te.py`).
-Everywhere else the table holds. Layers with `backend="torch"` reach "te" only by its name.
+Everywhere else the table holds, on CUDA with a warning that says why. Layers with `backend="torch"` reach "te" only by its name.
 """
 
 from __future__ import annotations
+
+import warnings
 
 import torch
 from torch import Tensor

@@ -147,7 +147,8 @@ class MegatronMLASelfAttention(MLASelfAttention):
             if value is not None:
                 raise ValueError(f"{name}: given a {type(value).__name__}, allowed is None (training, self-attention)")
         mask = None if self.ignores_mask or packed_seq_params is not None else attention_mask
-        return super().forward(hidden_states, mask, packed_seq_params=_packed(packed_seq_params))
+        output, bias = super().forward(hidden_states, mask, packed_seq_params=_packed(packed_seq_params))[:2]
+        return output, bias
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

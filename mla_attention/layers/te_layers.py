@@ -23,9 +23,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mla_attention.layers.te_import import import_te, te_version
-from mla_attention.layers.torch_layers import LayerNorm, Linear, RMSNorm, Share, TorchLayers, identity, local_tensor
+from mla_attention.layers.torch_layers import (
+    LayerNorm,
+    Linear,
+    LocalParameters,
+    RMSNorm,
+    Share,
+    TorchLayers,
+    identity,
+    local_tensor,
+)
 
-te = import_te()
+te: Any = import_te()
 
 _FP8_WIDTHS = 16  # features in and out of an FP8 GEMM are multiples of this
 _FP8_ROWS = 32  # and its rows of this, which the block-scaled recipes want (16 would do for the others)
@@ -187,7 +196,7 @@ class TENormLinear(_EngineLinear, te.LayerNormLinear):
         return super()._without_engine(self._held[0].normed(x))
 
 
-class _EngineNorm(_Stateless):
+class _EngineNorm(_Stateless, LocalParameters):
     """What the norms share: Transformer Engine's kernel, or torch's where the weight is not simply the parameter.
 
     Transformer Engine's norms read their parameter themselves, so a DTensor, or a gradient summed over ranks, goes
@@ -196,6 +205,7 @@ class _EngineNorm(_Stateless):
 
     engine: type[nn.Module]
     plain: type[nn.Module]
+    weight: nn.Parameter
 
     def _normalise(self, x: Tensor) -> Tensor:
         simple = self.sum_gradient is identity and local_tensor(self.weight) is self.weight and x.is_cuda
