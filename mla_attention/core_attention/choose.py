@@ -12,12 +12,14 @@ Under context parallelism sdpa serves both layouts, flex or reference a pack who
 
 A layer with `backend="te"` runs the back end "te" first, wherever that refuses nothing: on CUDA, without an attention
 mask, on one context-parallel rank, and not in the packed combination whose gradients older cuDNN gets wrong (`te.py`).
-Everywhere else the table holds, on CUDA with a warning that says why. Layers with `backend="torch"` reach "te" only by its name.
+Everywhere else the table holds, on CUDA with a warning that says why. Layers with `backend="torch"` reach "te" only by
+its name.
 """
 
 from __future__ import annotations
 
 import warnings
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -66,8 +68,12 @@ class AutoAttention(CoreAttention):
         """Name of the back end for this device and layout."""
         packed = tokens.packed
         te_may = "te" in self.choices and tokens.cp_size == 1 and tokens.attention_mask is None
-        if te_may and self._serves("te", device, packed=packed is not None):
-            return "te"
+        if te_may:
+            reason = self._refusal("te", device, packed=packed is not None)
+            if reason is None:
+                return "te"
+            if device.type == "cuda":
+                warnings.warn(f"core_attention_backend 'auto' goes without 'te': {reason}", stacklevel=2)
         if packed is None:
             return "sdpa"
         offsets = packed.host_offsets
@@ -78,13 +84,12 @@ class AutoAttention(CoreAttention):
             return "sdpa" if known else "reference"
         if offsets is not None and offsets[-1] >= _LONG_SEQUENCE * max(packed.num_sequences, 1):
             return "sdpa"
-        if self._serves("varlen", device, packed=True):
+        if self._refusal("varlen", device, packed=True) is None:
             return "varlen"
         return "sdpa" if known else "flex"
 
-    def _serves(self, name: str, device: torch.device, *, packed: bool) -> bool:
-        backend = self.choices[name]
-        return isinstance(backend, CoreAttention) and backend.refusal(device, packed=packed) is None
+    def _refusal(self, name: str, device: torch.device, *, packed: bool) -> str | None:
+        return cast(CoreAttention, self.choices[name]).refusal(device, packed=packed)
 
     def extra_repr(self) -> str:
         first = "te, else " if "te" in self.choices else ""
