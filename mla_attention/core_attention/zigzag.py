@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,17 +60,8 @@ def chunks_of_rank(tokens: TokenLayout) -> list[Chunk]:
         ValueError: if the host does not know them.
     """
     cp_rank, cp_size = tokens.cp_rank, tokens.cp_size
-    if tokens.packed is None:
-        offsets: tuple[int, ...] = (0, tokens.key_rows)
-    elif tokens.packed.host_offsets is None:
-        raise ValueError(
-            "packed_seq_params: built with validate=False, but this core attention needs the lengths on the host under "
-            "context parallelism; allowed are validate=True, or the backends 'flex' and 'reference'"
-        )
-    else:
-        offsets = tokens.packed.host_offsets
     chunks = []
-    for start, end in pairwise(offsets):
+    for start, end in pairwise(_offsets(tokens)):
         size = (end - start) // (2 * cp_size)
         row = start // cp_size
         for index in (cp_rank, 2 * cp_size - 1 - cp_rank):
@@ -78,6 +69,18 @@ def chunks_of_rank(tokens: TokenLayout) -> list[Chunk]:
                 chunks.append(Chunk(slice(row, row + size), slice(start, start + (index + 1) * size)))
             row += size
     return chunks
+
+
+def _offsets(tokens: TokenLayout) -> tuple[int, ...]:
+    """Start rows of the sequences on the key axis, and the end of the last."""
+    if tokens.packed is None:
+        return 0, tokens.key_rows
+    if tokens.packed.host_offsets is None:
+        raise ValueError(
+            "packed_seq_params: built with validate=False, but this core attention needs the lengths on the host under "
+            "context parallelism; allowed are validate=True, or the backends 'flex' and 'reference'"
+        )
+    return tokens.packed.host_offsets
 
 
 def attend_chunks(
@@ -98,20 +101,30 @@ def attend_chunks(
     packed = tokens.packed is not None
     if packed:
         query, key, value = query[:, None], key[:, None], value[:, None]
-    chunks = chunks_of_rank(tokens)
-    outputs = [attend(query[chunk.rows], key[chunk.keys], value[chunk.keys]) for chunk in chunks]
-    outside = query.shape[0] - (chunks[-1].rows.stop if chunks else 0)
-    if outside:
-        outputs.append(value[:outside].masked_fill(torch.ones((), dtype=torch.bool, device=value.device), 0))
+    cp_rank, cp_size = tokens.cp_rank, tokens.cp_size
+    offsets = _offsets(tokens)
+    lengths = [*(end - start for start, end in pairwise(offsets)), tokens.key_rows - offsets[-1]]
+    # Split first: the gradient of a slice is as large as what it is a slice of.
+    pieces = zip(query.split([n // cp_size for n in lengths]), key.split(lengths), value.split(lengths), strict=True)
+    *sequences, (outside, _, value_outside) = pieces
+    outputs = []
+    for q, k, v in sequences:
+        size = q.shape[0] // 2
+        if size:
+            first, last = (cp_rank + 1) * size, (2 * cp_size - cp_rank) * size
+            outputs += [attend(q[:size], k[:first], v[:first]), attend(q[size:], k[:last], v[:last])]
+    nowhere = torch.ones((), dtype=torch.bool, device=value.device)
+    outputs.append(value_outside[: outside.shape[0]].masked_fill(nowhere, 0))
     output = torch.cat(outputs)
     return output[:, 0] if packed else output
 
 
 def cudnn_serves(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether cuDNN attention takes these `[S, B, n, D]` or `[T, n, D]` tensors, forward and backward."""
-    if not query.is_cuda or query.shape[0] == 0:
+    if not query.is_cuda or query.shape[0] < 2:
         return False
-    q, k, v = ((t if t.dim() == 4 else t[:, None]).permute(1, 2, 0, 3) for t in (query, key, value))
+    same = (query, key[: query.shape[0]], value[: query.shape[0]])  # as many keys as queries, as where it is causal
+    q, k, v = ((t if t.dim() == 4 else t[:, None]).permute(1, 2, 0, 3) for t in same)
     return all(can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, causal, False)) for causal in (False, True))
 
 
@@ -132,23 +145,55 @@ def attend_with_cudnn(query: Tensor, key: Tensor, value: Tensor, tokens: TokenLa
 
 
 class _Part(NamedTuple):
-    """What cuDNN's backward wants of a forward call beside tensors."""
+    """A chunk's attention to some of its keys."""
 
-    output: Tensor
-    lse: Tensor
-    rest: tuple  # cumulative lengths, longest lengths, seed, offset
+    output: Tensor  # [B, n, c, Dv]
+    lse: Tensor  # fp32 at least, [B, n, c, 1]
+    call: _Call | None
+
+
+class _Call(NamedTuple):
+    """What cuDNN's backward wants back of a forward."""
+
+    lse_shape: torch.Size
+    rest: tuple  # seed, offset, bias, cumulative and longest lengths
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> _Part:
-    output, lse, cum_q, cum_k, max_q, max_k, seed, offset, _ = _FORWARD(
-        *(t.permute(1, 2, 0, 3) for t in (query, key, value)), None, True, 0.0, causal, False, scale=scale
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+    if k.shape[2] == 1:  # cuDNN wants two keys; to a single one every row attends wholly, causal or not
+        return _Part(v.expand(-1, -1, q.shape[2], -1), _one_key_logits(q, k, scale), None)
+    output, lse, *cumulative, max_q, max_k, seed, offset, _ = _FORWARD(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
     )
-    return _Part(output, lse, (seed, offset, None, cum_q, cum_k, max_q, max_k))
+    call = _Call(lse.shape, (seed, offset, None, *cumulative, max_q, max_k))
+    return _Part(output, lse.reshape(*output.shape[:3], 1), call)
+
+
+def _attend_backward(
+    views: tuple[Tensor, ...], lse: Tensor, call: _Call | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v of one part; `views` are dout, q, k, v, out `[B, n, S, D]`, out and lse of the whole row."""
+    if call is not None:
+        return _BACKWARD(*views, lse.reshape(call.lse_shape), *call.rest, 0.0, causal, scale=scale)
+    q, k, v = views[1:4]
+    wide_gradient, wide_q, wide_k, wide_v, wide_output = (t.to(lse.dtype) for t in views)
+    p = (_one_key_logits(q, k, scale) - lse).exp()
+    dlogits = p * (wide_gradient * (wide_v - wide_output)).sum(-1, keepdim=True) * scale
+    dk = (dlogits * wide_q).sum(2, keepdim=True)
+    dv = (p * wide_gradient).sum(2, keepdim=True)
+    return (dlogits * wide_k).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _one_key_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """q.k * scale `[B, n, c, 1]` of a single key, in fp32 at least."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return (q.to(wide) * k.to(wide)).sum(-1, keepdim=True) * scale
 
 
 def _merge(before: _Part, own: _Part, merged: Tensor) -> Tensor:
     """Write the merged output `[B, n, c, Dv]`; returns its log-sum-exp."""
-    weight = torch.sigmoid(before.lse - own.lse).view(*before.output.shape[:3], 1)
+    weight = torch.sigmoid(before.lse - own.lse)
     for first in range(0, merged.shape[1], _MERGE_HEADS):
         heads = (slice(None), slice(first, first + _MERGE_HEADS))
         mixed = torch.lerp(own.output[heads].to(weight.dtype), before.output[heads].to(weight.dtype), weight[heads])
@@ -163,7 +208,7 @@ class _CudnnChunks(torch.autograd.Function):
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, chunks: list[Chunk], scale: float) -> Tensor:
         output = value.new_empty(*query.shape[:-1], value.shape[-1])
         lses: list[Tensor] = []
-        rests: list[tuple[Any, ...]] = []
+        calls: list[list[_Call | None]] = []
         for chunk in chunks:
             q = query[chunk.rows]
             own = _attend(q, key[chunk.own], value[chunk.own], True, scale)
@@ -171,14 +216,14 @@ class _CudnnChunks(torch.autograd.Function):
             if chunk.before.start == chunk.before.stop:
                 merged.copy_(own.output)
                 lses.append(own.lse)
-                rests.append((own.rest,))
+                calls.append([own.call])
             else:
                 before = _attend(q, key[chunk.before], value[chunk.before], False, scale)
                 lses.append(_merge(before, own, merged))
-                rests.append((own.rest, before.rest))
+                calls.append([own.call, before.call])
         output[chunks[-1].rows.stop if chunks else 0 :].zero_()
         ctx.save_for_backward(query, key, value, output, *lses)
-        ctx.chunks, ctx.rests, ctx.scale = chunks, rests, scale
+        ctx.chunks, ctx.calls, ctx.scale = chunks, calls, scale
         return output
 
     @staticmethod
@@ -188,20 +233,13 @@ class _CudnnChunks(torch.autograd.Function):
         dquery = torch.empty_like(query, memory_format=torch.contiguous_format)
         dkey = torch.zeros_like(key, memory_format=torch.contiguous_format)
         dvalue = torch.zeros_like(value, memory_format=torch.contiguous_format)
-        for chunk, lse, rests in zip(ctx.chunks, lses, ctx.rests, strict=True):
-            parts = [(chunk.own, True), (chunk.before, False)][: len(rests)]
+        for chunk, lse, calls in zip(ctx.chunks, lses, ctx.calls, strict=True):
             found: Tensor | None = None
-            for (keys, causal), rest in zip(parts, rests, strict=True):
-                dq, dk, dv = _BACKWARD(
-                    *(t.permute(1, 2, 0, 3) for t in (gradient[chunk.rows], query[chunk.rows])),
-                    *(t[keys].permute(1, 2, 0, 3) for t in (key, value)),
-                    output[chunk.rows].permute(1, 2, 0, 3),
-                    lse,
-                    *rest,
-                    0.0,
-                    causal,
-                    scale=ctx.scale,
-                )
+            for keys, causal, call in zip((chunk.own, chunk.before), (True, False), calls, strict=False):
+                rows = chunk.rows
+                operands = (gradient[rows], query[rows], key[keys], value[keys], output[rows])
+                views = tuple(t.permute(1, 2, 0, 3) for t in operands)
+                dq, dk, dv = _attend_backward(views, lse, call, causal, ctx.scale)
                 dkey[keys] += dk.permute(2, 0, 1, 3)
                 dvalue[keys] += dv.permute(2, 0, 1, 3)
                 found = dq if found is None else found.add_(dq)

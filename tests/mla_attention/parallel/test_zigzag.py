@@ -76,6 +76,7 @@ def layout(rank: int, size: int, rows: int, batch: int, pack: PackedSeqParams | 
 def cudnn_forward(q: Tensor, k: Tensor, v: Tensor, bias, lse, dropout, causal, debug, *, scale):
     """What torch's cuDNN operator answers, in plain torch."""
     assert (bias, lse, dropout, debug) == (None, True, 0.0, False)
+    assert k.shape[2] > 1  # which cuDNN refuses
     logits = q @ k.mT * scale
     if causal:
         assert q.shape[2] == k.shape[2]
