@@ -273,6 +273,8 @@ def attention_tile(itemsize: int, shared_bytes: int) -> DenseBlocks:
         return DenseBlocks(16, 32, 4, 1, 32)
     if itemsize == 4:
         return DenseBlocks(32, 32, 4, 1, 32)
+    if shared_bytes >= 200 * 1024:
+        return DenseBlocks(128, 128, 8, 4)
     return DenseBlocks(128, 128, 8, 3) if shared_bytes >= 100 * 1024 else DenseBlocks(64, 64, 4, 1)
 
 
@@ -282,7 +284,7 @@ def indexer_tile(itemsize: int, columns: int) -> tuple[DenseBlocks, DenseBlocks]
         return DenseBlocks(16, 32, 4, 1), DenseBlocks(16, 32, 4, 1)
     if itemsize == 4 or columns > 128:
         return DenseBlocks(16, 16, 4, 1), DenseBlocks(16, 16, 4, 1)
-    return DenseBlocks(64, 128, 8, 2), DenseBlocks(32, 128, 8, 2)
+    return DenseBlocks(64, 64, 4, 1), DenseBlocks(64, 64, 4, 1)
 
 
 def dense_lse(

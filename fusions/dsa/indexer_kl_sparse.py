@@ -206,7 +206,7 @@ def head_sum_blocks(heads: int, width: int, itemsize: int, shared_bytes: int) ->
     padded_heads = max(16, triton.next_power_of_2(heads))
     for block_heads, slots in ((128, 32), (64, 64), (64, 32), (32, 32), (16, 32), (16, 16)):
         if block_heads <= padded_heads and (block_heads + 2 * slots) * width * itemsize <= shared_bytes - 4096:
-            return SlotBlocks(block_heads, slots, 8 if block_heads >= 32 else 4, 2)
+            return SlotBlocks(block_heads, slots, 4, 2)
     return SlotBlocks(16, 16, 4, 1)
 
 
@@ -215,7 +215,7 @@ def slot_blocks(heads: int, itemsize: int) -> SlotBlocks:
     padded_heads = max(16, triton.next_power_of_2(heads))
     if itemsize == 4:
         return SlotBlocks(padded_heads, 16, 8, 1)
-    return SlotBlocks(padded_heads, 64, 8 if padded_heads >= 32 else 4, 2)
+    return SlotBlocks(padded_heads, 64, 4, 2)
 
 
 def head_sums_on_slots(

@@ -70,6 +70,7 @@ class BackwardBlocks:
 
 
 _CUTS = (
+    BackwardBlocks("separate", 64, 64, 8, 1),
     BackwardBlocks("separate", 64, 32, 8, 2),
     BackwardBlocks("joint", 32, 32, 8, 2),
     BackwardBlocks("joint", 16, 32, 4, 2),

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 SLOT_MULTIPLE = 128  # rows of slots are padded to it, so that no block of up to 128 keys needs a mask to load its slots
-PREFER_HOPPER_KERNELS = False
 _PACK_BLOCK = 1024
 
 
@@ -145,10 +144,9 @@ def pack_slots(topk_indices: Tensor, bounds: tuple[Tensor, Tensor] | None = None
 
 
 def takes_hopper_kernels(query: Tensor, key: Tensor, kv_rank: int) -> bool:
-    """Whether the kernels of sparse_mla_hopper.py are right for these inputs and preferred on this device."""
+    """Whether the kernels of sparse_mla_hopper.py are right for these inputs on this device."""
     return (
-        PREFER_HOPPER_KERNELS
-        and query.device.type == "cuda"
+        query.device.type == "cuda"
         and torch.version.hip is None
         and torch.cuda.get_device_capability(query.device) == (9, 0)
         and triton.__version__.startswith("3.6.")  # Gluon changes between versions; this one was tried

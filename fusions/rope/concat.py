@@ -24,6 +24,8 @@ from .rows import launch_rope_rows, rope_rows_kernel
 
 _ARGUMENTS = "Tensor cos, Tensor sin, Tensor? cu_seqlens, Tensor? position_ids, int cp_rank, int cp_size"
 
+_INTERPRETED = is_interpreted(rope_rows_kernel)  # here, because dynamo cannot ask what a kernel is
+
 
 def launch_concat(
     nope: Tensor,
@@ -165,7 +167,7 @@ def fused_mla_rope_concat(
     check_layout("rope", rope, emb_dim, "emb_dim", "cu_seqlens", cu_seqlens, position_ids)
     check_same_rows("nope", nope, "rope", rope)
     check_rotation(True, rope, cos, sin, emb_dim, "cu_seqlens", cu_seqlens, cp_rank, cp_size, position_ids)
-    check_kernel_device("fused_mla_rope_concat", rope, is_interpreted(rope_rows_kernel))
+    check_kernel_device("fused_mla_rope_concat", rope, _INTERPRETED)
     if not (torch.is_grad_enabled() and (nope.requires_grad or rope.requires_grad)):
         return concat(nope, rope, cos, sin, cu_seqlens, position_ids, cp_rank, cp_size)
     return _RopeConcat.apply(nope, rope, cos, sin, cu_seqlens, position_ids, cp_rank, cp_size)

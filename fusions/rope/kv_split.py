@@ -26,6 +26,8 @@ _ARGUMENTS = (
     "int cp_rank, int cp_size, bool remove_interleaving"
 )
 
+_INTERPRETED = is_interpreted(key_value_kernel)  # here, because dynamo cannot ask what a kernel is
+
 
 def _empty_outputs(kv: Tensor, emb_dim: int, k_dim: int, v_dim: int) -> tuple[Tensor, Tensor]:
     rows = kv.shape[:-1]
@@ -142,7 +144,7 @@ def fused_mla_rope_kv_split(
     check_same_rows("k_pos_emb", k_pos_emb, "one head of kv", kv[..., :1, :])
     check_layout("k_pos_emb", k_pos_emb, emb_dim, "emb_dim", "cu_seqlens_kv", cu_seqlens_kv, position_ids)
     check_rotation(True, kv, cos, sin, emb_dim, "cu_seqlens_kv", cu_seqlens_kv, cp_rank, cp_size, position_ids)
-    check_kernel_device("fused_mla_rope_kv_split", kv, is_interpreted(key_value_kernel))
+    check_kernel_device("fused_mla_rope_kv_split", kv, _INTERPRETED)
     numbers = (emb_dim, k_dim, v_dim, cp_rank, cp_size, remove_interleaving)
     if not (torch.is_grad_enabled() and (kv.requires_grad or k_pos_emb.requires_grad)):
         return kv_split(kv, k_pos_emb, cos, sin, cu_seqlens_kv, position_ids, *numbers)

@@ -27,6 +27,8 @@ _ARGUMENTS = (
     "bool remove_interleaving"
 )
 
+_INTERPRETED = is_interpreted(key_value_kernel)  # here, because dynamo cannot ask what a kernel is
+
 
 def _launch_forward(
     key: Tensor, k_pos_emb: Tensor, cos: Tensor, sin: Tensor, cu_seqlens: Any, position_ids: Any, *numbers: Any
@@ -103,7 +105,7 @@ def rotate_shared_key_into(
     check_layout("key", key, key.shape[-1], "any width", "cu_seqlens", cu_seqlens, position_ids)
     check_same_rows("k_pos_emb", k_pos_emb, "one head of key", key[..., :1, :])
     check_rotation(True, key, cos, sin, emb_dim, "cu_seqlens", cu_seqlens, cp_rank, cp_size, position_ids)
-    check_kernel_device("rotate_shared_key_into", key, is_interpreted(key_value_kernel))
+    check_kernel_device("rotate_shared_key_into", key, _INTERPRETED)
     shared_key_into(key, k_pos_emb, cos, sin, cu_seqlens, position_ids, cp_rank, cp_size, remove_interleaving)
     return key
 
@@ -141,5 +143,5 @@ def shared_key_gradient(
     check_floating(True, dkey=unit_stride(dkey))
     check_layout("dkey", dkey, dkey.shape[-1], "any width", "cu_seqlens", cu_seqlens, position_ids)
     check_rotation(True, dkey, cos, sin, emb_dim, "cu_seqlens", cu_seqlens, cp_rank, cp_size, position_ids)
-    check_kernel_device("shared_key_gradient", dkey, is_interpreted(key_value_kernel))
+    check_kernel_device("shared_key_gradient", dkey, _INTERPRETED)
     return shared_key_backward(dkey, cos, sin, cu_seqlens, position_ids, cp_rank, cp_size, remove_interleaving)

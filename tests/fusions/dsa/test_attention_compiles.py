@@ -22,8 +22,8 @@ def test_sparse_mla_on_hopper_neither_spills_nor_exceeds_shared_memory(preset):
     for name, kernel in facts.items():
         assert kernel["spills"] == 0, (name, kernel)
         assert kernel["shared"] <= SHARED_BYTES[90], (name, kernel)
+    assert facts["sparse_mla_forward_kernel"]["gathers"] > 0
     for name in ("sparse_mla_forward_kernel", "score_gradient_kernel"):
-        assert facts[name]["gathers"] > 0
         assert (facts[name]["wgmma"] > 0) == (preset != "tp8")
     assert facts["key_share_kernel"]["wgmma"] > 0
     assert facts["key_share_kernel"]["wide atomics"] > 0
@@ -48,7 +48,8 @@ def test_gluon_kernels_keep_their_products_asynchronous(preset):
 def test_indexer_kl_on_hopper_neither_spills_nor_exceeds_shared_memory(preset):
     facts = in_fresh_process(f"{MODULE}:compile_indexer_kl", target=("cuda", 90), preset=preset)
     for name, kernel in facts.items():
-        assert kernel["spills"] == 0, (name, kernel)
+        # gradients are 1.4 to 1.6 times as fast with four warps, some spilled words included, as with eight and none
+        assert kernel["spills"] <= (128 if "gradient" in name else 0), (name, kernel)
         assert kernel["shared"] <= SHARED_BYTES[90], (name, kernel)
     assert facts["slot_gradient_kernel"]["wide atomics"] > 0
     for name in ("slot_gradient_kernel'", "dense_key_gradient_kernel", "dense_query_gradient_kernel"):
