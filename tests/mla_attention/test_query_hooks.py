@@ -1,4 +1,4 @@
-"""A hook on the rotated query, which is a view rotated in place: torch 2.13 crashes where such a view's history lags."""
+"""A hook on the rotated query, a view rotated in place: torch 2.13 crashes where such a view's history lags."""
 
 import subprocess
 import sys
