@@ -24,10 +24,10 @@ from mla_attention.configs import MLAConfig
 from mla_attention.core_attention import CoreAttention, build_core_attention
 from mla_attention.dsa.absorb import absorb_query, latent_attention, split_up_projection, up_project_value
 from mla_attention.forward_checks import refuse_topk_indices
+from mla_attention.forward_layout import lay_out_tokens
 from mla_attention.head_groups import attend_in_groups, head_groups
 from mla_attention.key_value_assembly import KeyValueAssembly
 from mla_attention.latent_cache import LatentCache
-from mla_attention.lay_out import lay_out_tokens
 from mla_attention.layers import build_layers
 from mla_attention.logits import largest_logits
 from mla_attention.outputs import AttentionAux
