@@ -27,12 +27,13 @@ from .indexer_kl_sparse import head_sums_on_slots, indexer_gradient_on_slots, sc
 from .indexer_scores import launch_scores
 from .key_ranges import key_ranges
 from .kl_rows import kl_rows
+from .operator import operator
 from .sparse_mla import pack_slots_op
 from .sparse_mla_forward import launch_forward
 from .sparse_tiles import interpreted
 
 
-@torch.library.custom_op("mla_attention::attention_lse", mutates_args=())
+@operator("attention_lse")
 def _lse(
     query: Tensor,
     key: Tensor,
@@ -59,7 +60,7 @@ def _(
     return query.new_empty(query.shape[:2], dtype=torch.float32)
 
 
-@torch.library.custom_op("mla_attention::attention_head_sums", mutates_args=())
+@operator("attention_head_sums")
 def _head_sums(
     query: Tensor,
     key: Tensor,
@@ -90,7 +91,7 @@ def _(
     return query.new_empty((query.shape[0], columns), dtype=torch.float32)
 
 
-@torch.library.custom_op("mla_attention::indexer_kl_rows", mutates_args=())
+@operator("indexer_kl_rows")
 def _divergence(
     index_q: Tensor,
     index_k: Tensor,
@@ -127,7 +128,7 @@ def _(
     return target.new_empty((target.shape[0],)), torch.empty_like(target)
 
 
-@torch.library.custom_op("mla_attention::indexer_kl_gradient", mutates_args=())
+@operator("indexer_kl_gradient")
 def _gradient(
     index_q: Tensor,
     index_k: Tensor,

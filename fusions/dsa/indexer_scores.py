@@ -26,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .key_ranges_kernel import launch_key_ranges
+from .operator import operator
 from .selection_checks import check_indexer_inputs, check_kernel_width, require_kernel_device
 from .topk_pieces import CAUSAL, RANGES
 
@@ -227,7 +228,7 @@ def unit_last_stride(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-@torch.library.custom_op("mla_attention::indexer_scores", mutates_args=())
+@operator("indexer_scores")
 def _indexer_scores(
     index_q: Tensor,
     index_k: Tensor,

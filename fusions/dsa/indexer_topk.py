@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .indexer_scores import launch_scores, unit_last_stride
 from .key_ranges_kernel import launch_key_ranges
+from .operator import operator
 from .selection_checks import check_indexer_inputs, check_kernel_width, check_topk, require_kernel_device
 from .topk_pieces import CAUSAL, RANGES
 from .topk_select import choose_topk_blocks, launch_topk
@@ -49,7 +50,7 @@ def _padded(keys: int) -> int:
     return (keys + 3) // 4 * 4
 
 
-@torch.library.custom_op("mla_attention::indexer_topk", mutates_args=())
+@operator("indexer_topk")
 def _indexer_topk(
     index_q: Tensor,
     index_k: Tensor,

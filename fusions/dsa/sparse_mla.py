@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from ..host_checks import check_kernel_device
 from . import attention_checks as checks
+from .operator import operator
 from .sparse_mla_backward import backward_blocks, launch_backward
 from .sparse_mla_forward import launch_forward
 from .sparse_tiles import (
@@ -32,7 +33,7 @@ from .sparse_tiles import (
 PREFER_HOPPER_BACKWARD = False  # its forward is half as fast again as the portable one, its backward has not been timed
 
 
-@torch.library.custom_op("mla_attention::pack_slots", mutates_args=())
+@operator("pack_slots")
 def pack_slots_op(topk_indices: Tensor, begin: Tensor | None, end: Tensor | None) -> tuple[Tensor, Tensor]:
     return pack_slots(topk_indices, None if begin is None or end is None else (begin, end))
 
@@ -47,7 +48,7 @@ def _(topk_indices: Tensor, begin: Tensor | None, end: Tensor | None) -> tuple[T
     )
 
 
-@torch.library.custom_op("mla_attention::sparse_mla_forward", mutates_args=())
+@operator("sparse_mla_forward")
 def _forward(
     query: Tensor, key: Tensor, slots: Tensor, counts: Tensor, softmax_scale: float, kv_rank: int
 ) -> tuple[Tensor, Tensor]:
@@ -64,7 +65,7 @@ def _(
     )
 
 
-@torch.library.custom_op("mla_attention::sparse_mla_backward", mutates_args=())
+@operator("sparse_mla_backward")
 def _backward(
     query: Tensor,
     key: Tensor,

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .operator import operator
 from .selection_checks import check_scores, check_topk, require_kernel_device
 from .topk_pieces import (
     ALL_KEYS,
@@ -312,7 +313,7 @@ def launch_topk(
     )
 
 
-@torch.library.custom_op("mla_attention::topk_select", mutates_args=())
+@operator("topk_select")
 def _topk_select(scores: Tensor, topk: int) -> Tensor:
     taken = min(topk, scores.shape[1])
     out = scores.new_empty((scores.shape[0], taken), dtype=torch.int64)
