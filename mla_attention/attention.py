@@ -64,7 +64,8 @@ class MLASelfAttention(nn.Module):
         device, dtype: of the parameters; torch's defaults where None.
 
     Raises:
-        ValueError: for an unknown back end, or heads that the tensor-parallel group does not divide.
+        ValueError: for something else than an MLAConfig, an unknown back end, or heads that the tensor-parallel group
+            does not divide.
 
     Example:
         >>> layer = MLASelfAttention(tiny())
@@ -83,6 +84,8 @@ class MLASelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, MLAConfig):
+            raise ValueError(f"config: given {type(config).__name__}, allowed is an MLAConfig")
         self.config = config
         self.layer_number = layer_number
         self.backend = backend
@@ -194,10 +197,16 @@ class MLASelfAttention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
         """What core attention is given.
 
+        Args:
+            hidden_states, packed_seq_params, position_ids: as in `forward`.
+
         Returns:
             query, key `[S, B, n, Dn+Dr]` (packed `[T, n, Dn+Dr]`), value `[S, B, n, Dv]`, and the normed latents
             q_compressed `[S, B, Rq]` (None without q_lora_rank) and kv_compressed `[S, B, Rkv]`. For dsa query
             `[S, B, n, Rkv+Dr]` and key `[S, B, 1, Rkv+Dr]` are the absorbed ones and value is None.
+
+        Raises:
+            ValueError: as `forward`.
         """
         tokens = self._token_layout(hidden_states, None, packed_seq_params, position_ids, None)
         q_latent, kv_latent, k_pe, started = self._project_down(self._enter(hidden_states, tokens))
@@ -219,6 +228,9 @@ class MLASelfAttention(nn.Module):
             max_logits: fp `[n]` of this rank's heads, `aux.max_attention_logits`; reduced over data-parallel ranks by
                 the caller.
             threshold, alpha: `config.qk_clip_threshold` and `config.qk_clip_alpha` where None.
+
+        Raises:
+            ValueError: for a wrong shape, threshold or alpha, before a weight is touched.
 
         Source: Kimi K2 technical report (arXiv 2507.20534), section 2.1.
         """

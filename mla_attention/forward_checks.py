@@ -10,6 +10,16 @@ from mla_attention.latent_cache import LatentCache
 from mla_attention.packed import PackedSeqParams
 
 
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Refuse an argument that is neither None nor of its documented kind.
+
+    Raises:
+        ValueError: naming the argument, the kind given and the one allowed.
+    """
+    if value is not None and not isinstance(value, kind):
+        raise ValueError(f"{name}: given {type(value).__name__}, allowed is a {kind.__name__}")
+
+
 def check_hidden_states(hidden_states: Tensor, width: int, dtype: torch.dtype) -> None:
     """Refuse hidden states of another rank, width or dtype than the layer's.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mla_attention.forward_checks import check_combination, check_hidden_states
+from mla_attention.forward_checks import check_combination, check_hidden_states, check_kind
 from mla_attention.latent_cache import LatentCache
 from mla_attention.packed import PackedSeqParams
 from mla_attention.token_layout import TokenLayout, row_positions
@@ -36,6 +36,11 @@ def lay_out_tokens(
         ValueError: for whatever a forward refuses, naming the argument, what was given and what is allowed.
     """
     comm = layer.comm
+    check_kind("hidden_states", hidden_states, Tensor)
+    check_kind("attention_mask", attention_mask, Tensor)
+    check_kind("packed_seq_params", packed, PackedSeqParams)
+    check_kind("position_ids", position_ids, Tensor)
+    check_kind("cache", cache, LatentCache)
     check_hidden_states(hidden_states, layer.config.hidden_size, layer.linear_kv_down_proj.weight.dtype)
     device, batch = hidden_states.device, hidden_states.shape[1]
     comm.check_alike(hidden_states)
@@ -43,7 +48,7 @@ def lay_out_tokens(
     key_rows, cp_size = rows * comm.cp_size, comm.cp_size
     first = 0
     if cache is not None:
-        cache.check(rows, batch)
+        cache.check(rows, batch, layer.config)
         first = cache.length
     check_combination(attention_mask, packed, cache, layer.config, batch, rows, cp_size)
     if packed is not None:
@@ -57,7 +62,7 @@ def lay_out_tokens(
     if position_ids is not None:
         positions = _row_positions(layer, position_ids, hidden_states, rows, packed is not None)
         key_positions = _by_row(positions, rows, lambda p: comm.to_all_keys(p, order=order))
-        length = max(length, int(key_positions.max()) + 1 if key_positions.numel() else 0)
+        length = max(length, _largest(key_positions) + 1)
     elif first:
         positions = torch.arange(first, first + rows, device=device)
     batch = 1 if packed is not None else batch
@@ -70,6 +75,16 @@ def lay_out_tokens(
     return TokenLayout(
         batch, rows, cos, sin, packed, positions, None, comm.cp_rank, cp_size, gathered=keys, order=order
     )
+
+
+def _largest(positions: Tensor) -> int:
+    """The largest position, -1 where there is none; both ends are read in one synchronisation."""
+    if not positions.numel():
+        return -1
+    lowest, highest = torch.stack(positions.aminmax()).tolist()
+    if lowest < 0:
+        raise ValueError(f"position_ids: given {lowest}, allowed are integers >= 0")
+    return highest
 
 
 def _row_positions(

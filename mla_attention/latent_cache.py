@@ -17,35 +17,45 @@ class LatentCache:
         config: the layer's config.
         batch_size: B.
         max_length: tokens that fit.
-        device, dtype: of the entries; those of the layer's activations.
+        device, dtype: of the entries; best those of the layer's activations, since others are converted in each step.
 
     Raises:
-        ValueError: if batch_size or max_length is not positive.
+        ValueError: if batch_size or max_length is not a positive int, or the dtype is not a floating one.
+
+    Source: the cache of DeepSeek-V2 (arXiv 2405.04434, section 2.1), and of the indexer of DeepSeek-V3.2.
     """
 
     def __init__(
         self, config: MLAConfig, batch_size: int, max_length: int, *, device: torch.device | str, dtype: torch.dtype
     ) -> None:
         for name, value in (("batch_size", batch_size), ("max_length", max_length)):
-            if value <= 0:
+            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
                 raise ValueError(f"{name}: given {value}, allowed are integers > 0")
+        if not dtype.is_floating_point:
+            raise ValueError(f"dtype: given {dtype}, allowed are floating-point dtypes")
         self.batch_size = batch_size
         self.max_length = max_length
         self.length = 0
-        width = config.kv_lora_rank + config.qk_pos_emb_head_dim
+        self.widths = _widths(config)
+        width, index_width = self.widths
         self.keys = torch.empty(max_length, batch_size, width, device=device, dtype=dtype)
         self.index_keys: Tensor | None = None
-        if config.dsa_indexer_head_dim is not None and not config.dsa_indexer_shared:
-            self.index_keys = torch.empty(
-                max_length, batch_size, config.dsa_indexer_head_dim, device=device, dtype=dtype
-            )
+        if index_width is not None:
+            self.index_keys = torch.empty(max_length, batch_size, index_width, device=device, dtype=dtype)
 
-    def check(self, new_rows: int, batch_size: int) -> None:
+    def check(self, new_rows: int, batch_size: int, config: MLAConfig) -> None:
         """Refuse a forward that this cache cannot take.
 
+        Args:
+            new_rows, batch_size: S and B of the forward.
+            config: the layer's.
+
         Raises:
-            ValueError: if the batch differs, or the new tokens do not fit.
+            ValueError: if the layer's keys are of other widths, the batch differs, or the new tokens do not fit.
         """
+        for name, built, allowed in zip(("keys", "indexer keys"), self.widths, _widths(config), strict=True):
+            if built != allowed:
+                raise ValueError(f"cache: built for {name} of width {built}, allowed is this layer's width {allowed}")
         if batch_size != self.batch_size:
             raise ValueError(
                 f"cache: built for batch size {self.batch_size}, given hidden_states of batch size {batch_size}"
@@ -79,3 +89,11 @@ class LatentCache:
 
     def __repr__(self) -> str:
         return f"LatentCache(length={self.length}, max_length={self.max_length}, batch_size={self.batch_size})"
+
+
+def _widths(config: MLAConfig) -> tuple[int, int | None]:
+    """Channels of a key and of an indexer key, None for a layer without an indexer."""
+    return (
+        config.kv_lora_rank + config.qk_pos_emb_head_dim,
+        None if config.dsa_indexer_shared else config.dsa_indexer_head_dim,
+    )

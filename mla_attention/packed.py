@@ -9,6 +9,7 @@ attention layer as exact zeros and take no gradient.
 from __future__ import annotations
 
 from itertools import pairwise
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -180,6 +181,8 @@ class PackedSeqParams:
 
 def _offsets(name: str, value: Tensor | list[int]) -> Tensor:
     if isinstance(value, (list, tuple)):
+        if not all(isinstance(v, Integral) and not isinstance(v, bool) for v in value):
+            raise ValueError(f"{name}: given {_short(list(value))}, allowed are integers")
         value = torch.tensor(value, dtype=torch.int32)
     if not isinstance(value, Tensor):
         raise ValueError(f"{name}: given {type(value).__name__}, allowed is an int32 or int64 tensor")

@@ -33,7 +33,7 @@ class RotaryEmbedding:
         base: `rotary_base`, the theta of the frequencies.
 
     Raises:
-        ValueError: if dim is odd or not positive, or base is not above 0.
+        ValueError: if dim is not a positive even int, or base is not a finite number above 1.
 
     Source: Su et al., RoFormer (arXiv 2104.09864).
     """
@@ -41,10 +41,10 @@ class RotaryEmbedding:
     amplitude = 1.0  # factor that multiplies cos and sin
 
     def __init__(self, dim: int, base: float) -> None:
-        if dim <= 0 or dim % 2:
+        if not isinstance(dim, int) or dim <= 0 or dim % 2:
             raise ValueError(f"dim: given {dim}, allowed are positive even numbers (channels rotate in pairs)")
-        if not base > 0:
-            raise ValueError(f"base: given {base}, allowed are numbers above 0")
+        if not 1 < base < math.inf:
+            raise ValueError(f"base: given {base}, allowed are finite numbers above 1")
         self.dim = dim
         self.base = float(base)
 
@@ -70,8 +70,10 @@ class RotaryEmbedding:
             (cos, sin), fp32 `[L, 1, 1, dim]`, L = length, or length/cp_size where the table is cut.
 
         Raises:
-            ValueError: if the cut does not divide the length, or cp_rank lies outside cp_size.
+            ValueError: for a negative length, one that the cut does not divide, or a cp_rank outside cp_size.
         """
+        if length < 0:
+            raise ValueError(f"length: given {length}, allowed are integers >= 0")
         if not 0 <= cp_rank < cp_size:
             raise ValueError(f"cp_rank: given {cp_rank}, allowed are 0..{cp_size - 1} (cp_size is {cp_size})")
         cos, sin = _shared_table(self, length, torch.device(device))
@@ -106,6 +108,9 @@ class YarnRotaryEmbedding(RotaryEmbedding):
         mscale, mscale_all_dim: the tables are multiplied by g(factor, mscale) / g(factor, mscale_all_dim).
         truncate: round the ramp's ends to whole channels.
         attention_factor: multiplies the tables in place of that ratio, where given.
+
+    Raises:
+        ValueError: as for plain RoPE, for a factor below 1, an original length not above 0, or betas out of order.
 
     Source: Peng et al., YaRN (arXiv 2309.00071), with the magnitude split of DeepSeek-V2 (arXiv 2405.04434).
     """

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mla_attention.forward_checks import check_kind
 from mla_attention.fusions.dsa.key_ranges import key_ranges
 from mla_attention.fusions.host_checks import values_are_validated
 from mla_attention.token_layout import TokenLayout
@@ -67,6 +68,7 @@ def check_topk_indices(topk_indices: Tensor, tokens: TokenLayout) -> None:
     Raises:
         ValueError: naming what was given and what is allowed.
     """
+    check_kind("topk_indices", topk_indices, Tensor)
     if topk_indices.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"topk_indices: given dtype {topk_indices.dtype}, allowed are torch.int32 and torch.int64")
     batch, rows = tokens.batch_size, tokens.rows

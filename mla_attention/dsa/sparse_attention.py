@@ -252,8 +252,11 @@ class _Run:
         cache.append(keys, None if indexed is None else indexed.key)
         if cache.length == keys.shape[0]:
             return keys, indexed
-        keys, index_keys = cache.entries()
-        return keys, None if indexed is None or index_keys is None else indexed._replace(key=index_keys)
+        past, index_keys = cache.entries()
+        keys = past.to(keys.dtype)
+        if indexed is None or index_keys is None:
+            return keys, None
+        return keys, indexed._replace(key=index_keys.to(indexed.key.dtype))
 
     def visible(self) -> tuple[Tensor, Tensor]:
         tokens = self.axis.tokens
