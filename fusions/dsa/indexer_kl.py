@@ -32,6 +32,8 @@ from .sparse_mla import pack_slots_op
 from .sparse_mla_forward import launch_forward
 from .sparse_tiles import interpreted
 
+_ROW_MULTIPLE = 64
+
 
 @operator("attention_lse")
 def _lse(
@@ -211,6 +213,7 @@ class _IndexerKL(torch.autograd.Function):
             kl[rows], scores = _divergence(index_q[rows], index_k, weights[rows], target, *tile, relu, kept is not None)
             if kept is not None:
                 gradient[rows] = scores
+            del target, scores  # before the next tile's are allocated
         if slots is not None:
             ctx.save_for_backward(index_q, index_k, weights, gradient, slots, begin, end)
         else:
@@ -241,6 +244,7 @@ class _IndexerKL(torch.autograd.Function):
                     index_q[rows], index_k, weights[rows], gradient, grad_kl[rows], *tile, relu, True, budget_bytes
                 )
                 grad_k += share
+                del gradient
         weights_dtype, key_dtype = ctx.dtypes
         return (grad_q, grad_k.to(key_dtype), grad_weights.to(weights_dtype), *(None,) * 10)
 
@@ -263,9 +267,11 @@ def _target(
 
 
 def _row_tiles(query: Tensor, key: Tensor, slots: Tensor | None, budget_bytes: int) -> Iterator[slice]:
-    """Row ranges whose target and scores, fp32 each, fit the budget."""
+    """Row ranges whose target and scores, fp32 each, fit the budget; they start at aligned rows where it allows."""
     columns = key.shape[0] if slots is None else slots.shape[1]
     step = max(1, budget_bytes // max(1, 8 * columns))
+    if step > _ROW_MULTIPLE:
+        step -= step % _ROW_MULTIPLE
     for start in range(0, query.shape[0], step):
         yield slice(start, min(start + step, query.shape[0]))
 

@@ -1,12 +1,14 @@
 """indexer_kl's kernels against its fp64 twin, under Triton's interpreter (the same tests run compiled on a GPU)."""
 
 import math
+import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_attention.fusions.dsa.attention_reference import indexer_kl as reference
-from mla_attention.fusions.dsa.indexer_kl import indexer_kl
+from mla_attention.fusions.dsa.indexer_kl import _row_tiles, indexer_kl
 from mla_attention.fusions.dsa.sparse_mla import sparse_mla
 from tests.guards import guarded_allocations
 
@@ -139,6 +141,41 @@ def test_given_lse_and_tiles_change_nothing(sparse):
         torch.testing.assert_close(kl, whole, rtol=1e-4, atol=1e-6)
         for grad, want in zip(grads, whole_grads, strict=True):
             assert error(grad, want.double()) < 1e-5
+
+
+class LiveTiles(TorchDispatchMode):
+    """Remembers the most bytes of fp32 [rows, S] results that were alive at once."""
+
+    def __init__(self, keys):
+        super().__init__()
+        self.keys, self.alive, self.bytes = keys, [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(t, torch.Tensor) and t.dim() == 2 and t.shape[1] == self.keys and t.dtype == torch.float32:
+                self.alive.append(weakref.ref(t))
+        tiles = [t for ref in self.alive if (t := ref()) is not None]
+        self.bytes = max(self.bytes, sum(t.numel() * 4 for t in tiles))
+        return out
+
+
+def test_tiles_stay_within_the_budget():
+    indexer, attention = draw(12, 12)
+    budget = 8 * 12 * 4
+    with LiveTiles(12) as live:
+        run(indexer_kl, indexer, attention, torch.rand(12, device=DEVICE), budget_bytes=budget)
+    assert 0 < live.bytes <= budget
+
+
+def test_tiles_begin_where_their_rows_are_aligned():
+    """A tile of begin, end or lse that starts at an odd row is another binary of every kernel that reads it."""
+    for keys in (999, 1000, 4097):
+        query, key = torch.empty(5000, 1, 1), torch.empty(keys, 1)
+        tiles = list(_row_tiles(query, key, None, 8 * 333 * keys))
+        assert [t.stop for t in tiles[:-1]] == [t.start for t in tiles[1:]]
+        assert (tiles[0].start, tiles[-1].stop) == (0, 5000)
+        assert all(t.start % 64 == 0 for t in tiles)
 
 
 def test_rows_do_not_depend_on_the_microbatch():

@@ -1,9 +1,11 @@
 """sparse_mla's kernels against its fp64 twin, under Triton's interpreter (the same tests run compiled on a GPU)."""
 
+import sys
+
 import pytest
 import torch
 
-from mla_attention.fusions.dsa import sparse_mla_backward
+from mla_attention.fusions.dsa import sparse_mla_backward, sparse_tiles
 from mla_attention.fusions.dsa.attention_reference import sparse_mla as reference
 from mla_attention.fusions.dsa.sparse_mla import sparse_mla
 from mla_attention.fusions.dsa.sparse_mla_backward import BackwardBlocks, launch_backward
@@ -11,6 +13,7 @@ from mla_attention.fusions.dsa.sparse_mla_forward import ForwardBlocks, launch_f
 from mla_attention.fusions.dsa.sparse_tiles import pack_slots
 from tests.guards import guarded_allocations
 
+sparse_mla_module = sys.modules[sparse_mla.__module__]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDING = {torch.float32: 2e-6, torch.float16: 1.5e-3, torch.bfloat16: 1.2e-2}
 
@@ -104,6 +107,52 @@ def test_ordered_sums_equal_the_twin(heads, monkeypatch):
     monkeypatch.setattr(sparse_mla_backward, "SCRATCH_BYTES", 1)
     query, key = draw(3, 20, heads, 16, 6)
     check(query, key, choose(3, 20, 15), 16)
+
+
+class Device:
+    """What `takes_hopper_kernels` asks of a tensor, for one on a GPU that is not there."""
+
+    device, dtype = torch.device("cuda"), torch.bfloat16
+
+    def __init__(self, *shape, address=0):
+        self.shape, self.address = shape, address
+
+    def data_ptr(self):
+        return self.address
+
+
+@pytest.mark.parametrize(
+    ("query", "key", "taken"),
+    [
+        (Device(5, 64, 576), Device(9, 576), True),
+        (Device(5, 128, 576), Device(9, 576), True),
+        (Device(5, 64, 576), Device(0, 576), False),  # it reads key 0 before it looks at the number of selected keys
+        (Device(5, 16, 576), Device(9, 576), False),
+        (Device(5, 64, 576, address=8), Device(9, 576), False),
+        (Device(5, 64, 512), Device(9, 512), False),
+    ],
+)
+def test_what_hopper_kernels_take(query, key, taken, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(sparse_tiles.triton, "__version__", "3.6.0")
+    assert sparse_tiles.takes_hopper_kernels(query, key, 512) == taken
+
+
+@pytest.mark.parametrize("preferred", [False, True])
+def test_the_hopper_backward_where_it_is_preferred(preferred, monkeypatch):
+    taken = []
+
+    def launch(query, key, *_, blocks, ordered):
+        taken.append((blocks.variant, ordered))
+        return torch.zeros_like(query), torch.zeros_like(key)
+
+    monkeypatch.setattr(sparse_mla_module, "PREFER_HOPPER_BACKWARD", preferred)
+    monkeypatch.setattr(sparse_mla_module, "takes_hopper_kernels", lambda *_: True)
+    monkeypatch.setattr(sparse_mla_module, "launch_backward", launch)
+    query, key = draw(2, 9, 16, 16, 8)
+    sparse_mla(query, key, choose(2, 9, 4), 0.1, 16)[0].sum().backward()
+    assert [ordered for _, ordered in taken] == [False]
+    assert (taken[0][0] == "hopper") == preferred
 
 
 @pytest.mark.parametrize("ordered", [False, True])
