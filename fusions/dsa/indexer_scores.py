@@ -228,6 +228,12 @@ def unit_last_stride(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
+def kernel_queries(index_q: Tensor) -> Tensor:
+    """[T, Hi, Di] itself where the kernel reaches every head in 32 bits from its token, or a contiguous copy."""
+    reached = (index_q.shape[1] - 1) * index_q.stride(1) < 2**31
+    return unit_last_stride(index_q) if reached else index_q.contiguous()
+
+
 @operator("indexer_scores")
 def _indexer_scores(
     index_q: Tensor,
@@ -247,7 +253,7 @@ def _indexer_scores(
             rows, keys, device=index_q.device, cu_seqlens=cu_seqlens, q_positions=q_positions
         )
     launch_scores(
-        unit_last_stride(index_q),
+        kernel_queries(index_q),
         unit_last_stride(index_k),
         unit_last_stride(index_weights.float()),
         out,

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .indexer_scores import launch_scores, unit_last_stride
+from .indexer_scores import kernel_queries, launch_scores, unit_last_stride
 from .key_ranges_kernel import launch_key_ranges
 from .operator import operator
 from .selection_checks import check_indexer_inputs, check_kernel_width, check_topk, require_kernel_device
@@ -66,7 +66,7 @@ def _indexer_topk(
     out = index_q.new_empty((rows, taken), dtype=torch.int64)
     if out.numel() == 0:
         return out
-    index_q, index_k = unit_last_stride(index_q), unit_last_stride(index_k)
+    index_q, index_k = kernel_queries(index_q), unit_last_stride(index_k)
     index_weights = unit_last_stride(index_weights.float())
     begin = end = None
     if cu_seqlens is not None or q_positions is not None:

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mla_attention.fusions import indexer_scores, reference
-from mla_attention.fusions.dsa.indexer_scores import ScoreBlocks, launch_scores
+from mla_attention.fusions.dsa.indexer_scores import ScoreBlocks, kernel_queries, launch_scores
 from mla_attention.fusions.dsa.key_ranges import key_ranges
 from tests.fusions.dsa import selection_oracles as oracles
 from tests.guards import guarded, guarded_allocations
@@ -176,6 +176,13 @@ def test_any_strides_equal_contiguous(function):
     q3, k3 = (torch.stack([tensor, tensor], -1)[..., 0] for tensor in (q, k))
     assert torch.allclose(function(q3, k3, weights), expected, rtol=1e-6, atol=1e-6)
     assert torch.allclose(function(*backwards, weights), expected, atol=1e-5)
+
+
+def test_heads_too_far_apart_for_32_bits_are_copied():
+    q = torch.empty(32, 2**20, 128, dtype=torch.bfloat16, device="meta").transpose(0, 1)  # heads outermost
+    assert kernel_queries(q).is_contiguous()
+    near = torch.empty(32, 1000, 128, dtype=torch.bfloat16, device="meta").transpose(0, 1)
+    assert kernel_queries(near) is near
 
 
 @BOTH
