@@ -4,7 +4,12 @@ import re
 import subprocess
 
 import pytest
+import torch
 
+from mla_attention import MLASelfAttention, shard_sequence_for_cp
+from mla_attention.checkpoint import load_hf_state_dict
+from mla_attention.configs import tiny
+from mla_attention.fusions import host_checks
 from tests.packaging.source_files import ROOT
 
 README = (ROOT / "README.md").read_text()
@@ -51,3 +56,29 @@ def test_no_machine_paths():
             continue
         found += [f"{name}: {match.group().strip()}" for match in MACHINE_PATH.finditer(text)]
     assert found == []
+
+
+def provoked() -> list[str]:
+    """The messages of the README's table of errors, in its order, but for the last row: memory is not run out of."""
+    layer = MLASelfAttention(tiny())
+    hidden = torch.randn(4, 1, layer.config.hidden_size)
+    calls = [
+        lambda: host_checks.check_kernel_device("fused_mla_rope_inplace", hidden, interpreted=False),
+        lambda: tiny(kv_lora_ranks=32),
+        lambda: shard_sequence_for_cp(torch.randn(30, 1, 8), 0, 2),
+        lambda: load_hf_state_dict(layer, {"q_proj.weight": hidden}),
+    ]
+    messages = []
+    for call in calls:
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            call()
+        messages.append(f"{type(error.value).__name__}: {error.value}")
+    return messages
+
+
+def test_readme_quotes_the_errors_as_they_are():
+    table = README.split("## Errors you may meet")[1].split("##")[0]
+    quoted = re.findall(r"^\| `(.*?)`.* \|", table, re.MULTILINE)
+    for quote, message in zip(quoted, provoked(), strict=True):
+        pieces = [re.escape(piece.strip()) for piece in quote.split("...")]
+        assert re.search(".*".join(pieces), message), f"{quote} is not {message}"
