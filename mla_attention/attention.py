@@ -365,6 +365,7 @@ class MLASelfAttention(nn.Module):
             core,
             latents,
             (*self.query_up_proj.recomputable_parameters(), *self.linear_kv_up_proj.recomputable_parameters()),
+            self,
         )
 
     def _expand(
