@@ -85,6 +85,8 @@ def fused_apply_mla_rope_for_kv(
 ) -> tuple[Tensor, Tensor]:
     """Megatron-LM's name for `fused_mla_rope_kv_split`.
 
+    Formula, Args, Returns, Raises: as `fused_mla_rope_kv_split`.
+
     Source: megatron-core 0.19.2.
     """
     return fused_mla_rope_kv_split(

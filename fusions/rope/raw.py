@@ -150,7 +150,12 @@ def mla_rope_apply_raw_(
 ) -> Tensor:
     """Rotate `t` in place outside autograd and return it; for use inside a caller's own autograd Function.
 
-    Formula: L = a*cL - b*sL, R = b*cR + a*sR over pairs (a, b); see `fused_mla_rope_inplace` for all arguments.
+    Formula: L = a*cL - b*sL, R = b*cR + a*sR over pairs (a, b).
+
+    Args: as `fused_mla_rope_inplace`, without `rotary_interleaved`.
+
+    Returns:
+        `t`.
 
     Raises:
         ValueError: naming the argument that does not fit.

@@ -197,7 +197,12 @@ def fused_mla_rope_inplace(
     rope_first: bool = False,
     input_halves: bool = False,
 ) -> Tensor:
-    """Rotate the rotary channels of `t` in place and return `t`; arguments as `fused_mla_rope_out_of_place`.
+    """Rotate the rotary channels of `t` in place and return `t`.
+
+    Formula, Args: as `fused_mla_rope_out_of_place`.
+
+    Returns:
+        `t`, under autograd with the history of the rotation.
 
     Raises:
         ValueError: naming the argument that does not fit.
@@ -229,7 +234,12 @@ def mla_rope_apply_raw_(
     rope_first: bool = False,
     input_halves: bool = False,
 ) -> Tensor:
-    """Rotate `t` in place outside autograd and return it; arguments as `fused_mla_rope_out_of_place`.
+    """Rotate `t` in place outside autograd and return it.
+
+    Formula, Args, Raises: as `fused_mla_rope_out_of_place`.
+
+    Returns:
+        `t`.
 
     Source: the autograd-free pair of Megatron-LM's dsv4_fused_rope_output_alias branch.
     """
@@ -353,8 +363,10 @@ def fused_apply_mla_rope_for_q(
 ) -> Tensor:
     """Megatron-LM's name for `fused_mla_rope_inplace`; the fourth argument is `qk_head_dim` or `nope_dim`.
 
+    Formula, Args, Returns: as `fused_mla_rope_inplace`.
+
     Raises:
-        ValueError: unless exactly one of the two names, and `emb_dim`, is given.
+        ValueError: unless exactly one of the two names, and `emb_dim`, is given; and as `fused_mla_rope_inplace`.
 
     Source: megatron-core 0.19.2 (`qk_head_dim`) and Megatron-LM's dev branch (`nope_dim`).
     """

@@ -76,6 +76,11 @@ def to_hf_state_dict(module: MLASelfAttention, prefix: str = "") -> dict[str, Te
     Returns:
         `{prefix + key: tensor}` in the parameters' dtype, detached, without `_extra_state`; a parameter that is not
         sharded shares its storage, as in `module.state_dict()`.
+
+    Raises:
+        ValueError: a parameter that no checkpoint knows.
+
+    Source: as `load_hf_state_dict`.
     """
     return {prefix + _hf_name(name): value for name, value in gather_full_tensors(module).items()}
 

@@ -103,6 +103,11 @@ def to_megatron_state_dict(
 
     Returns:
         `{prefix + key: tensor}` in the parameters' dtype, detached, without `_extra_state`.
+
+    Raises:
+        ValueError: a parameter that no checkpoint knows.
+
+    Source: as `load_megatron_state_dict`.
     """
     fused = {plain: spelled for spelled, plain in FUSED_NORMS.items()} if fused_norm else {}
     return {prefix + fused.get(name, name): value for name, value in gather_full_tensors(module).items()}

@@ -131,3 +131,11 @@ def test_every_public_name_is_there_and_listed(package):
     code = f"import {package.__name__} as package; print(sorted(set(package.__all__) - set(dir(package))))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"  # before any name is used
+
+
+@pytest.mark.parametrize("package", [fusions, reference])
+def test_docstrings_say_what_goes_in_comes_out_is_refused_and_where_it_is_from(package):
+    for name in package.__all__:
+        text = inspect.getdoc(getattr(package, name))
+        missing = [word for word in ("Args", "Returns", "Raises", "Source") if word not in text]
+        assert not missing, (name, missing)
