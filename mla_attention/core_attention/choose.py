@@ -4,7 +4,8 @@
 
 | device | `[S, B]` | packed |
 |---|---|---|
-| CUDA | sdpa (cuDNN first) | sdpa where the lengths are known and long, else varlen, else flex |
+| CUDA | sdpa (cuDNN first) | sdpa where the lengths are known and long, else varlen, else as below |
+| CUDA, not half precision | sdpa | sdpa where the lengths are known, else flex (fp64, dropout: reference) |
 | others | sdpa | sdpa where the lengths are known, else reference |
 
 Packed sequences go through sdpa one by one, so the host must know their lengths (`PackedSeqParams(validate=True)`).
@@ -30,7 +31,7 @@ from mla_attention.core_attention.flex import FlexAttention
 from mla_attention.core_attention.interface import CoreAttention
 from mla_attention.core_attention.sdpa import SDPAttention
 from mla_attention.core_attention.te import TEAttention
-from mla_attention.core_attention.varlen import VarlenAttention
+from mla_attention.core_attention.varlen import VARLEN_DTYPES, VarlenAttention
 from mla_attention.token_layout import TokenLayout
 
 _LONG_SEQUENCE = 1024  # mean rows from which one cuDNN call for each sequence beats one flash call for all
@@ -61,11 +62,11 @@ class AutoAttention(CoreAttention):
         self.choices = torch.nn.ModuleDict({name: cls(qk_dim, v_dim, scale, dropout) for name, cls in classes.items()})
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tokens: TokenLayout) -> Tensor:
-        chosen = self.choices[self.choice(query.device, tokens)]
+        chosen = self.choices[self.choice(query.device, tokens, query.dtype)]
         return chosen(query, key, value, tokens)
 
-    def choice(self, device: torch.device, tokens: TokenLayout) -> str:
-        """Name of the back end for this device and layout."""
+    def choice(self, device: torch.device, tokens: TokenLayout, dtype: torch.dtype = torch.bfloat16) -> str:
+        """Name of the back end for this device, layout and dtype."""
         packed = tokens.packed
         te_may = "te" in self.choices and tokens.cp_size == 1 and tokens.attention_mask is None
         if te_may:
@@ -78,15 +79,17 @@ class AutoAttention(CoreAttention):
             return "sdpa"
         offsets = packed.host_offsets
         known = offsets is not None
-        if tokens.cp_size > 1:
-            return "sdpa" if known else "flex" if device.type == "cuda" else "reference"
-        if device.type != "cuda":
-            return "sdpa" if known else "reference"
+        flex_may = (
+            device.type == "cuda" and dtype != torch.float64 and self._refusal("flex", device, packed=True) is None
+        )
+        without_lengths = "flex" if flex_may else "reference"
+        if tokens.cp_size > 1 or device.type != "cuda" or dtype not in VARLEN_DTYPES:
+            return "sdpa" if known else without_lengths
         if offsets is not None and offsets[-1] >= _LONG_SEQUENCE * max(packed.num_sequences, 1):
             return "sdpa"
         if self._refusal("varlen", device, packed=True) is None:
             return "varlen"
-        return "sdpa" if known else "flex"
+        return "sdpa" if known else without_lengths
 
     def _refusal(self, name: str, device: torch.device, *, packed: bool) -> str | None:
         return cast(CoreAttention, self.choices[name]).refusal(device, packed=packed)

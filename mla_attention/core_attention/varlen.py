@@ -16,6 +16,7 @@ from mla_attention.core_attention.zigzag import attend_chunks
 from mla_attention.token_layout import TokenLayout
 
 _LARGEST_HEAD_DIM = 256  # of the flash kernels that torch ships
+VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 
 
 class VarlenAttention(CoreAttention):
@@ -37,6 +38,11 @@ class VarlenAttention(CoreAttention):
         if tokens.attention_mask is not None:
             raise ValueError(
                 "attention_mask: given with core_attention_backend 'varlen'; allowed is None, or 'sdpa', 'reference'"
+            )
+        if query.dtype not in VARLEN_DTYPES:
+            raise ValueError(
+                f"core_attention_backend: given 'varlen' for {query.dtype}, "
+                "allowed are torch.float16 and torch.bfloat16, or 'auto', 'sdpa', 'reference'"
             )
         if query.shape[0] == 0:
             return value
