@@ -251,3 +251,34 @@ def test_indexer_kl_is_bitwise_the_same_every_time():
         for _ in range(3):
             for got, want in zip(kl_gradients(indexer_kl, indexer, attention, grad_kl, **options), first, strict=True):
                 assert torch.equal(got, want)
+
+
+def test_no_keys_at_all():
+    query, key = draw(5, 0, 64)
+    query.requires_grad_()
+    out, lse = sparse_mla(query, key, torch.full((5, 3), -1, device="cuda"), SCALE, RANK)
+    out.sum().backward()
+    assert out.eq(0).all()
+    assert lse.eq(-torch.inf).all()
+    assert query.grad.eq(0).all()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.usefixtures("deterministic")
+def test_tensors_on_another_device_than_the_current_one():
+    from mla_attention.fusions import indexer_topk
+
+    (q, k, w), (query, key) = indexer_inputs(300, 300, 64, 32)
+    found = []
+    for device in ("cuda:0", "cuda:1"):
+        tensors = [t.detach().to(device).requires_grad_() for t in (q, k, w, query, key)]
+        indices = indexer_topk(*tensors[:3], 64)
+        out, lse = sparse_mla(*tensors[3:], indices, SCALE, RANK)
+        sparse = indexer_kl(*tensors, SCALE, topk_indices=indices, lse=lse)
+        loss = out.float().sum() + sparse.sum() + indexer_kl(*tensors, SCALE).sum()
+        results = (indices, out, lse, sparse, *torch.autograd.grad(loss, tensors))
+        assert {t.device for t in results} == {torch.device(device)}
+        found.append([t.cpu() for t in results])
+    assert torch.cuda.current_device() == 0
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
