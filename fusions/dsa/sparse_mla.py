@@ -35,6 +35,7 @@ PREFER_HOPPER_BACKWARD = False  # its forward is half as fast again as the porta
 
 @operator("pack_slots")
 def pack_slots_op(topk_indices: Tensor, begin: Tensor | None, end: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`pack_slots` as a registered operator: the range of keys as two tensors, or none."""
     return pack_slots(topk_indices, None if begin is None or end is None else (begin, end))
 
 
