@@ -179,3 +179,42 @@ def test_a_step_of_the_published_layer_needs_no_square_of_the_length():
     peak = torch.cuda.max_memory_allocated() - before
     assert all(torch.isfinite(p.grad).all() for p in layer.parameters())
     assert peak < rows * rows * 64  # half of an fp32 [T, Hi, T]
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("packing", [False, True])
+def test_a_step_waits_for_nothing_and_is_captured_in_a_cuda_graph(loss, packing):
+    layer = build(glm5(apply_rope_fusion=True, **SMALL | LOSSES[loss]))
+    hidden, arguments = hidden_states(), {}
+    if packing:
+        offsets = torch.tensor([0, 300, 650], dtype=torch.int32, device="cuda")
+        arguments["packed_seq_params"] = PackedSeqParams(offsets, max_seqlen_q=ROWS, validate=False)
+    direction = torch.randn_like(hidden)
+
+    def once(hidden):
+        leaf = hidden.detach().requires_grad_()
+        output, _, aux = layer(leaf, return_aux=True, **arguments)
+        parameters = [p for p in layer.parameters() if p.requires_grad]
+        return (
+            output,
+            aux.indexer_loss,
+            *torch.autograd.grad((output * direction).sum() + aux.indexer_loss, [leaf, *parameters]),
+        )
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            once(hidden)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        once(hidden)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    static, graph = hidden.clone(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = once(static)
+    static.copy_(hidden * 0.5)
+    graph.replay()
+    for found, expected in zip(captured, once(static), strict=True):
+        assert (found - expected).abs().max() <= 2e-2 * expected.abs().max()
