@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from mla_attention.argument_checks import as_device, check_dtype, check_kind
 from mla_attention.communication import Communication, KeysUnderWay
 from mla_attention.configs import MLAConfig
 from mla_attention.core_attention import CoreAttention, build_core_attention
@@ -84,8 +85,12 @@ class MLASelfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if not isinstance(config, MLAConfig):
-            raise ValueError(f"config: given {type(config).__name__}, allowed is an MLAConfig")
+        check_kind("config", config, MLAConfig, required=True)
+        check_kind("layer_number", layer_number, int, required=True)
+        if dtype is not None:
+            check_dtype(dtype)
+        if device is not None:
+            device = as_device(device)
         self.config = config
         self.layer_number = layer_number
         self.backend = backend

@@ -5,23 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mla_attention.argument_checks import is_autocast
 from mla_attention.configs import MLAConfig
 from mla_attention.latent_cache import LatentCache
 from mla_attention.packed import PackedSeqParams
 
 
-def check_kind(name: str, value: object, kind: type) -> None:
-    """Refuse an argument that is neither None nor of its documented kind.
-
-    Raises:
-        ValueError: naming the argument, the kind given and the one allowed.
-    """
-    if value is not None and not isinstance(value, kind):
-        raise ValueError(f"{name}: given {type(value).__name__}, allowed is a {kind.__name__}")
-
-
-def check_hidden_states(hidden_states: Tensor, width: int, dtype: torch.dtype) -> None:
-    """Refuse hidden states of another rank, width or dtype than the layer's.
+def check_hidden_states(hidden_states: Tensor, width: int, weight: Tensor) -> None:
+    """Refuse hidden states of another rank, width, dtype or device than a layer with this weight takes.
 
     Raises:
         ValueError: naming what was given and what is allowed.
@@ -31,9 +22,23 @@ def check_hidden_states(hidden_states: Tensor, width: int, dtype: torch.dtype) -
             f"hidden_states: given shape {list(hidden_states.shape)}, "
             f"allowed is [S, B, {width}] (packed [T, 1, {width}])"
         )
-    autocast = torch.is_autocast_enabled(hidden_states.device.type)
-    if not hidden_states.is_floating_point() or (hidden_states.dtype != dtype and not autocast):
-        raise ValueError(f"hidden_states: given dtype {hidden_states.dtype}, allowed is the parameters' {dtype}")
+    if hidden_states.layout != torch.strided:
+        raise ValueError(f"hidden_states: given layout {hidden_states.layout}, allowed is torch.strided")
+    if hidden_states.device != weight.device:
+        raise ValueError(f"hidden_states: given on {hidden_states.device}, allowed is the parameters' {weight.device}")
+    autocast = is_autocast(hidden_states.device)
+    if not hidden_states.is_floating_point() or (hidden_states.dtype != weight.dtype and not autocast):
+        raise ValueError(f"hidden_states: given dtype {hidden_states.dtype}, allowed is the parameters' {weight.dtype}")
+
+
+def check_same_device(name: str, tensor: Tensor | None, device: torch.device) -> None:
+    """Refuse a tensor on another kind of device than the hidden states.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if tensor is not None and tensor.device.type != device.type:
+        raise ValueError(f"{name}: given on {tensor.device}, allowed is the device of hidden_states, {device}")
 
 
 def refuse_topk_indices(topk_indices: Tensor | None) -> None:

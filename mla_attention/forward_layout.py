@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from mla_attention.forward_checks import check_combination, check_hidden_states, check_kind
+from mla_attention.argument_checks import check_kind
+from mla_attention.forward_checks import check_combination, check_hidden_states, check_same_device
 from mla_attention.latent_cache import LatentCache
 from mla_attention.packed import PackedSeqParams
+from mla_attention.rotary import LONGEST_TABLE
 from mla_attention.token_layout import TokenLayout, row_positions
 from mla_attention.zigzag import check_divisible, key_order
 
@@ -36,13 +38,16 @@ def lay_out_tokens(
         ValueError: for whatever a forward refuses, naming the argument, what was given and what is allowed.
     """
     comm = layer.comm
-    check_kind("hidden_states", hidden_states, Tensor)
+    check_kind("hidden_states", hidden_states, Tensor, required=True)
     check_kind("attention_mask", attention_mask, Tensor)
     check_kind("packed_seq_params", packed, PackedSeqParams)
     check_kind("position_ids", position_ids, Tensor)
     check_kind("cache", cache, LatentCache)
-    check_hidden_states(hidden_states, layer.config.hidden_size, layer.linear_kv_down_proj.weight.dtype)
+    check_hidden_states(hidden_states, layer.config.hidden_size, layer.linear_kv_down_proj.weight)
     device, batch = hidden_states.device, hidden_states.shape[1]
+    check_same_device("attention_mask", attention_mask, device)
+    check_same_device("position_ids", position_ids, device)
+    check_same_device("cache", None if cache is None else cache.keys, device)
     comm.check_alike(hidden_states)
     rows = comm.rows_after_gather(hidden_states.shape[0])
     key_rows, cp_size = rows * comm.cp_size, comm.cp_size
@@ -78,12 +83,14 @@ def lay_out_tokens(
 
 
 def _largest(positions: Tensor) -> int:
-    """The largest position, -1 where there is none; both ends are read in one synchronisation."""
-    if not positions.numel():
+    """The largest position, -1 where there is none to read; both ends are read in one synchronisation."""
+    if not positions.numel() or positions.is_meta:
         return -1
     lowest, highest = torch.stack(positions.aminmax()).tolist()
     if lowest < 0:
         raise ValueError(f"position_ids: given {lowest}, allowed are integers >= 0")
+    if highest >= LONGEST_TABLE:
+        raise ValueError(f"position_ids: given {highest}, allowed are positions below {LONGEST_TABLE}")
     return highest
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mla_attention import fusions
+from mla_attention.argument_checks import is_autocast
 from mla_attention.configs import MLAConfig
 from mla_attention.fusions import reference
 from mla_attention.layers.torch_layers import Linear
@@ -63,7 +64,7 @@ class KeyValueAssembly:
 
     def up_project(self, kv_latent: Tensor, k_pe: Tensor, weight: Tensor, tokens: TokenLayout) -> tuple[Tensor, Tensor]:
         """Key and value, as `__call__`, of the heads whose rows `weight` `[n*(Dn+Dv), Rkv]` holds, by "gemm"."""
-        if torch.is_autocast_enabled(kv_latent.device.type):
+        if is_autocast(kv_latent.device):
             dtype = torch.get_autocast_dtype(kv_latent.device.type)
             kv_latent, k_pe, weight = kv_latent.to(dtype), k_pe.to(dtype), weight.to(dtype)
         return _UpProjectInPlace.apply(kv_latent, k_pe.unsqueeze(-2), weight, self, tokens)

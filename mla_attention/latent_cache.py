@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mla_attention.argument_checks import as_device, check_dtype, check_int, check_kind
 from mla_attention.configs import MLAConfig
 
 
@@ -20,7 +21,7 @@ class LatentCache:
         device, dtype: of the entries; best those of the layer's activations, since others are converted in each step.
 
     Raises:
-        ValueError: if batch_size or max_length is not a positive int, or the dtype is not a floating one.
+        ValueError: naming the argument that is of another kind or out of range.
 
     Source: the cache of DeepSeek-V2 (arXiv 2405.04434, section 2.1), and of the indexer of DeepSeek-V3.2.
     """
@@ -28,11 +29,11 @@ class LatentCache:
     def __init__(
         self, config: MLAConfig, batch_size: int, max_length: int, *, device: torch.device | str, dtype: torch.dtype
     ) -> None:
-        for name, value in (("batch_size", batch_size), ("max_length", max_length)):
-            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-                raise ValueError(f"{name}: given {value}, allowed are integers > 0")
-        if not dtype.is_floating_point:
-            raise ValueError(f"dtype: given {dtype}, allowed are floating-point dtypes")
+        check_kind("config", config, MLAConfig, required=True)
+        check_int("batch_size", batch_size, 1)
+        check_int("max_length", max_length, 1)
+        check_dtype(dtype)
+        device = as_device(device)
         self.batch_size = batch_size
         self.max_length = max_length
         self.length = 0

@@ -150,6 +150,8 @@ class PackedSeqParams:
         fields = [self.cu_seqlens_q, self.cu_seqlens_kv]
         if self.cu_seqlens_q_padded is not None and self.cu_seqlens_kv_padded is not None:
             fields += [self.cu_seqlens_q_padded, self.cu_seqlens_kv_padded]
+        if self.cu_seqlens_q.is_meta:
+            raise ValueError("cu_seqlens_q: given on meta, which has no values to check; allowed with validate=False")
         values = torch.stack([field.detach().to(torch.int64) for field in fields]).tolist()  # the one synchronisation
         _check_offsets("cu_seqlens_q", values[0])
         if values[1] != values[0]:
@@ -183,6 +185,8 @@ def _offsets(name: str, value: Tensor | list[int]) -> Tensor:
     if isinstance(value, (list, tuple)):
         if not all(isinstance(v, Integral) and not isinstance(v, bool) for v in value):
             raise ValueError(f"{name}: given {_short(list(value))}, allowed are integers")
+        if any(abs(v) >= 2**31 for v in value):
+            raise ValueError(f"{name}: given {_short(list(value))}, allowed are integers below 2**31")
         value = torch.tensor(value, dtype=torch.int32)
     if not isinstance(value, Tensor):
         raise ValueError(f"{name}: given {type(value).__name__}, allowed is an int32 or int64 tensor")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mla_attention.argument_checks import check_kind, check_number
 from mla_attention.configs import MLAConfig
 from mla_attention.layers.torch_layers import Linear, local_tensor
 
@@ -30,7 +31,7 @@ def clip_projections(
     Args:
         config: dims, and the defaults of threshold and alpha.
         q_up, kv_up: projections with rows per head [nope | rope] and [k | v].
-        max_logits: fp `[n]`.
+        max_logits: fp `[n]`; heads whose entry is not finite are left alone.
         heads: n.
         threshold: largest logit wanted, > 0.
         alpha: share of eta that the query's nope rows take, in [0, 1].
@@ -41,16 +42,18 @@ def clip_projections(
     """
     threshold = config.qk_clip_threshold if threshold is None else threshold
     alpha = config.qk_clip_alpha if alpha is None else alpha
-    if tuple(max_logits.shape) != (heads,):
+    check_kind("max_logits", max_logits, Tensor, required=True)
+    if tuple(max_logits.shape) != (heads,) or max_logits.dtype == torch.bool or max_logits.is_complex():
         raise ValueError(
-            f"max_logits: given shape {list(max_logits.shape)}, allowed is [{heads}], one for each head of this rank"
+            f"max_logits: given {max_logits.dtype} {list(max_logits.shape)}, allowed are numbers "
+            f"[{heads}], one for each head of this rank"
         )
-    if not threshold > 0:
-        raise ValueError(f"threshold: given {threshold}, allowed are numbers > 0")
-    if not 0 <= alpha <= 1:
-        raise ValueError(f"alpha: given {alpha}, allowed are numbers from 0 to 1")
-    # A head with no logit above the threshold (also -inf, where it saw no token) is left alone, bit for bit.
-    eta = (threshold / max_logits.clamp(min=threshold)).to(q_up.weight.device)[:, None]
+    check_number("threshold", threshold, above=0)
+    check_number("alpha", alpha, least=0, most=1)
+    # A head with no logit above the threshold (also -inf, where it saw no token) is left alone, bit for bit; so is one
+    # whose logits overflowed: eta = 0 or NaN would be the end of it.
+    known = torch.where(max_logits.isfinite(), max_logits, threshold)
+    eta = (threshold / known.clamp(min=threshold)).to(q_up.weight.device)[:, None]
     k_dim, rope_dim, v_dim = config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim
     q_factors = torch.cat([(eta**alpha).expand(heads, k_dim), eta.expand(heads, rope_dim)], dim=1)
     kv_factors = F.pad((eta ** (1 - alpha)).expand(heads, k_dim), (0, v_dim), value=1.0)

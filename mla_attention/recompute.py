@@ -13,13 +13,15 @@ get their gradients through autograd as usual (hooks, `torch.autograd.grad`, FSD
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+
+from mla_attention.argument_checks import is_autocast
 
 
 def with_recomputed_operands(
@@ -48,10 +50,11 @@ def with_recomputed_operands(
         return consume(*checkpoint(produce, *inputs, use_reentrant=False))
     produced = _Produce.apply(produce, _places(module, parameters), len(inputs), *inputs, *parameters)
     node = next(t.grad_fn for t in produced if t.grad_fn is not None)
-    places = {t.untyped_storage().data_ptr(): i for i, t in enumerate(produced) if t.numel()}
+    # By storage, not by address: on meta all addresses are 0.
+    places = {t.untyped_storage()._cdata: i for i, t in enumerate(produced) if t.numel()}
 
     def pack(tensor: Tensor) -> Tensor | tuple:
-        place = places.get(tensor.untyped_storage().data_ptr()) if tensor.numel() else None
+        place = places.get(tensor.untyped_storage()._cdata) if tensor.numel() else None
         if place is None:
             return tensor
         return place, tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -113,8 +116,12 @@ class _Produce(torch.autograd.Function):
         ctx.parameters = tensors[n_inputs:]
         ctx.wants_gradient = tuple(t.requires_grad for t in tensors[:n_inputs])
         ctx.save_for_backward(*tensors[:n_inputs])
-        device = tensors[0].device.type
-        ctx.autocast = (device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
+        device = tensors[0].device
+        ctx.autocast = (
+            device.type,
+            None if device.type == "meta" else torch.get_autocast_dtype(device.type),
+            is_autocast(device),
+        )
         ctx.second_run = None
         return produce(*tensors[:n_inputs])
 
@@ -133,7 +140,7 @@ def _run_again(ctx: Any) -> tuple[list[Tensor], tuple[Tensor, ...]]:
     if ctx.second_run is None:
         device, dtype, enabled = ctx.autocast
         inputs = [t.detach().requires_grad_(w) for t, w in zip(ctx.saved_tensors, ctx.wants_gradient, strict=True)]
-        autocast = torch.autocast(device, dtype=dtype, enabled=enabled)
+        autocast = nullcontext() if dtype is None else torch.autocast(device, dtype=dtype, enabled=enabled)
         with torch.enable_grad(), autocast, _as_in_forward(ctx.places):
             ctx.second_run = inputs, ctx.produce(*inputs)
     return ctx.second_run

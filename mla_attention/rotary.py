@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mla_attention.argument_checks import as_device, check_int, check_number
+
 if TYPE_CHECKING:
     from mla_attention.configs import MLAConfig
 
-_SMALLEST_TABLE = (
-    1024  # positions; tables grow by doubling, so a sequence that grows rebuilds a logarithmic number of times
-)
+# Positions; tables grow by doubling, so a sequence that grows rebuilds a logarithmic number of times.
+_SMALLEST_TABLE = 1024
+LONGEST_TABLE = 2**24  # far beyond any context; what asks for more is a mistake, and would take all memory first
 
 
 class RotaryEmbedding:
@@ -41,10 +43,9 @@ class RotaryEmbedding:
     amplitude = 1.0  # factor that multiplies cos and sin
 
     def __init__(self, dim: int, base: float) -> None:
-        if not isinstance(dim, int) or dim <= 0 or dim % 2:
-            raise ValueError(f"dim: given {dim}, allowed are positive even numbers (channels rotate in pairs)")
-        if not 1 < base < math.inf:
-            raise ValueError(f"base: given {base}, allowed are finite numbers above 1")
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim <= 0 or dim % 2:
+            raise ValueError(f"dim: given {dim!r}, allowed are positive even numbers (channels rotate in pairs)")
+        check_number("base", base, above=1)
         self.dim = dim
         self.base = float(base)
 
@@ -70,13 +71,16 @@ class RotaryEmbedding:
             (cos, sin), fp32 `[L, 1, 1, dim]`, L = length, or length/cp_size where the table is cut.
 
         Raises:
-            ValueError: for a negative length, one that the cut does not divide, or a cp_rank outside cp_size.
+            ValueError: for a length below 0, too long or not divided by the cut, and a cp_rank outside cp_size.
         """
-        if length < 0:
-            raise ValueError(f"length: given {length}, allowed are integers >= 0")
+        check_int("length", length, 0)
+        if length > LONGEST_TABLE:
+            raise ValueError(f"length: given {length}, allowed are at most {LONGEST_TABLE} positions")
+        check_int("cp_size", cp_size, 1)
+        check_int("cp_rank", cp_rank, 0)
         if not 0 <= cp_rank < cp_size:
             raise ValueError(f"cp_rank: given {cp_rank}, allowed are 0..{cp_size - 1} (cp_size is {cp_size})")
-        cos, sin = _shared_table(self, length, torch.device(device))
+        cos, sin = _shared_table(self, length, as_device(device))
         if cp_size == 1 or packed:
             return cos[:length], sin[:length]
         if length % (2 * cp_size):
@@ -129,13 +133,17 @@ class YarnRotaryEmbedding(RotaryEmbedding):
         attention_factor: float | None = None,
     ) -> None:
         super().__init__(dim, base)
-        if not factor >= 1:
-            raise ValueError(f"factor: given {factor}, allowed are numbers >= 1")
-        if not original_max_position_embeddings > 0:
-            raise ValueError(
-                f"original_max_position_embeddings: given {original_max_position_embeddings}, allowed are numbers > 0"
-            )
-        if not beta_fast >= beta_slow > 0:
+        check_number("factor", factor, least=1)
+        check_number("original_max_position_embeddings", original_max_position_embeddings, above=0)
+        check_number("beta_fast", beta_fast, above=0)
+        check_number("beta_slow", beta_slow, above=0)
+        check_number("mscale", mscale, least=0)
+        check_number("mscale_all_dim", mscale_all_dim, least=0)
+        if not isinstance(truncate, bool):
+            raise ValueError(f"truncate: given {truncate!r}, allowed are True and False")
+        if attention_factor is not None:
+            check_number("attention_factor", attention_factor, above=0)
+        if not beta_fast >= beta_slow:
             raise ValueError(
                 f"beta_fast, beta_slow: given {beta_fast}, {beta_slow}, allowed is beta_fast >= beta_slow > 0"
             )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mla_attention.forward_checks import check_kind
+from mla_attention.argument_checks import check_kind
 from mla_attention.fusions.dsa.key_ranges import key_ranges
 from mla_attention.fusions.host_checks import values_are_validated
 from mla_attention.token_layout import TokenLayout

@@ -6,6 +6,7 @@ Packed tokens are one call, in which the offsets keep the sequences apart.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -98,9 +99,9 @@ class TokenAxis:
         return list(zip(*(t.unbind(1) for t in tensors), strict=True))
 
 
-def _without_autocast(device: torch.device) -> torch.autocast:
+def _without_autocast(device: torch.device) -> AbstractContextManager:
     """Scores, softmax and divergence are fp32 at least, which autocast would take for a request to round."""
-    return torch.autocast(device.type, enabled=False)
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def _stack(rows: list[Tensor], dim: int) -> Tensor:
