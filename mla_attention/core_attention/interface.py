@@ -90,6 +90,19 @@ def row_lengths(packed: PackedSeqParams, rows: int) -> list[int] | None:
     return [end - start for start, end in pairwise(offsets)] + [rows - offsets[-1]]
 
 
+def rows_outside(tokens: TokenLayout) -> Tensor | None:
+    """Bool `[rows, 1, 1]`: packed rows past the last offset, in no sequence; None where the host knows of none.
+
+    Kernels that walk the offsets neither read nor write such rows, forward and backward: what is there is whatever the
+    memory held. So operands and output are masked with this, lest it meets a zero gradient and gives NaN.
+    """
+    packed = tokens.packed
+    if packed is None or (packed.host_offsets is not None and packed.host_offsets[-1] == tokens.rows):
+        return None
+    sequence, _ = packed.sequence_of_row(tokens.rows)
+    return (sequence == packed.num_sequences)[:, None, None]
+
+
 def by_sequence(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], attend: Attend) -> Tensor:
     """`attend(q, k, v)` on each sequence of `lengths`; the last length is of rows in no sequence, which give zeros."""
     *pieces, (_, _, outside) = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mla_attention.core_attention.interface import CoreAttention, describe
+from mla_attention.core_attention.interface import CoreAttention, describe, rows_outside
 from mla_attention.layers.te_import import import_te, te_obstacle, te_version
 from mla_attention.token_layout import TokenLayout
 
@@ -64,10 +64,8 @@ class TEAttention(CoreAttention):
         nowhere = torch.ones((), dtype=torch.bool, device=value.device)
         if packed.num_sequences == 0 or packed.longest_rows == 0:
             return value.masked_fill(nowhere, 0)
-        outside = None  # rows in no sequence, which the kernels neither read nor write
-        if packed.host_offsets is None or packed.host_offsets[-1] < tokens.rows:
-            sequence, _ = packed.sequence_of_row(tokens.rows)
-            outside = (sequence == packed.num_sequences)[:, None, None]
+        outside = rows_outside(tokens)
+        if outside is not None:
             query, key, value = (t.masked_fill(outside, 0) for t in (query, key, value))
         offsets = packed.row_offsets.to(torch.int32)
         output = self._attend(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mla_attention.core_attention.interface import CoreAttention
+from mla_attention.core_attention.interface import CoreAttention, rows_outside
 from mla_attention.core_attention.zigzag import attend_chunks
 from mla_attention.token_layout import TokenLayout
 
@@ -53,7 +53,11 @@ class VarlenAttention(CoreAttention):
             output = self._attend_batch(query, key, value)
         else:
             offsets, longest = tokens.packed.row_offsets.to(torch.int32), tokens.packed.longest_rows
+            outside = rows_outside(tokens)
+            if outside is not None:
+                query, key, value = (t.masked_fill(outside, 0) for t in (query, key, value))
             output = self._attend(query, key, value, (offsets, offsets), (longest, longest))
+            output = output if outside is None else output.masked_fill(outside, 0)
         return output[..., : self.v_dim]
 
     def _attend_batch(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
