@@ -52,7 +52,10 @@ def run(layer, hidden, direction, **arguments):
     hidden = hidden.detach().to(layer.linear_proj.weight.dtype).requires_grad_()
     output, _ = layer(hidden, **arguments)
     parameters = dict(layer.named_parameters())
-    found = torch.autograd.grad(output, [hidden, *parameters.values()], direction.to(output.dtype))
+    # an indexer without a loss takes no gradient
+    found = torch.autograd.grad(
+        output, [hidden, *parameters.values()], direction.to(output.dtype), materialize_grads=True
+    )
     return dict(zip(["output", "hidden", *parameters], [output.detach(), *found], strict=True))
 
 

@@ -60,9 +60,11 @@ def run(layer, hidden, direction, packing):
         if packing:
             arguments["packed_seq_params"] = peers.megatron_packed(offsets, max(PACKED))
     hidden = hidden.detach().clone().requires_grad_()
+    layer.zero_grad(set_to_none=True)
     output = layer(hidden, **arguments)[0]
     parameters = dict(layer.named_parameters())
-    found = torch.autograd.grad(output, [hidden, *parameters.values()], direction)
+    output.backward(direction)  # Megatron's selective recompute refuses torch.autograd.grad
+    found = [t.grad for t in (hidden, *parameters.values())]
     plain = {f"linear_{x}_up_proj.layer_norm_weight": f"{x}_layernorm.weight" for x in ("q", "kv")}
     names = ["output", "hidden", *(plain.get(name, name) for name in parameters)]
     return dict(zip(names, [output.detach(), *found], strict=True))
