@@ -28,6 +28,7 @@ from torch import Tensor
 from .key_ranges_kernel import launch_key_ranges
 from .operator import operator
 from .selection_checks import check_indexer_inputs, check_kernel_width, require_kernel_device
+from .sparse_tiles import interpreted
 from .topk_pieces import CAUSAL, RANGES
 
 
@@ -326,5 +327,5 @@ def indexer_scores(
     """
     check_indexer_inputs(index_q, index_k, index_weights, cu_seqlens, q_positions, budget_bytes, allow_double=False)
     check_kernel_width(index_q)
-    require_kernel_device(index_q, "index_q", "indexer_scores")
+    require_kernel_device(index_q, "index_q", "indexer_scores", interpreted())
     return _indexer_scores(index_q, index_k, index_weights, relu, cu_seqlens, q_positions)

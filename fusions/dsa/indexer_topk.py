@@ -21,6 +21,7 @@ from .indexer_scores import kernel_queries, launch_scores, unit_last_stride
 from .key_ranges_kernel import launch_key_ranges
 from .operator import operator
 from .selection_checks import check_indexer_inputs, check_kernel_width, check_topk, require_kernel_device
+from .sparse_tiles import interpreted
 from .topk_pieces import CAUSAL, RANGES
 from .topk_select import choose_topk_blocks, launch_topk
 
@@ -165,6 +166,6 @@ def indexer_topk(
     check_indexer_inputs(index_q, index_k, index_weights, cu_seqlens, q_positions, budget_bytes, allow_double=False)
     check_kernel_width(index_q)
     check_topk(topk)
-    require_kernel_device(index_q, "index_q", "indexer_topk")
+    require_kernel_device(index_q, "index_q", "indexer_topk", interpreted())
     with torch.no_grad():
         return _indexer_topk(index_q, index_k, index_weights, topk, relu, cu_seqlens, q_positions, budget_bytes)

@@ -100,9 +100,12 @@ def _pack_slots_kernel(
     tl.store(p_counts + i_row, count)
 
 
+_INTERPRETED = bool(triton.knobs.runtime.interpret)  # settled for every kernel of this process as it is defined
+
+
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter."""
-    return bool(triton.knobs.runtime.interpret)
+    return _INTERPRETED
 
 
 def padded_width(width: int) -> int:

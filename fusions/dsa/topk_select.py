@@ -29,6 +29,7 @@ from torch import Tensor
 
 from .operator import operator
 from .selection_checks import check_scores, check_topk, require_kernel_device
+from .sparse_tiles import interpreted
 from .topk_pieces import (
     ALL_KEYS,
     NAN_KEY,
@@ -351,6 +352,6 @@ def topk_select(scores: Tensor, topk: int) -> Tensor:
     """
     check_scores(scores, allow_double=False)
     check_topk(topk)
-    require_kernel_device(scores, "scores", "topk_select")
+    require_kernel_device(scores, "scores", "topk_select", interpreted())
     with torch.no_grad():
         return _topk_select(scores, topk)
