@@ -20,8 +20,24 @@ def values_are_validated() -> bool:
     return not torch.compiler.is_compiling() and os.environ.get(VALIDATE_VARIABLE) == "1"
 
 
+def check_tensor(name: str, value: object) -> None:
+    """Refuse anything but a dense tensor."""
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {'None' if value is None else type(value).__name__}")
+    if value.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor (torch.strided), got {value.layout}")
+
+
+def check_integers(**values: int) -> None:
+    """Refuse anything but integers; True and False are none."""
+    for name, value in values.items():
+        if isinstance(value, bool) or not isinstance(value, int | torch.SymInt):
+            raise ValueError(f"{name} must be an integer, got {value!r}")
+
+
 def check_widths(emb_dim: int, **others: int) -> None:
     """Refuse an odd or empty rotary width, then any negative other width."""
+    check_integers(emb_dim=emb_dim, **others)
     if emb_dim < 2 or emb_dim % 2:
         raise ValueError(f"emb_dim must be an even number of at least 2 (rotary pairs), got {emb_dim}")
     for name, width in others.items():
@@ -45,6 +61,7 @@ def check_floating(kernel: bool, **tensors: Tensor) -> None:
     """Refuse dtypes, mismatched dtypes and devices, and (for a kernel) a last dimension that is not contiguous."""
     first_name, first = next(iter(tensors.items()))
     for name, t in tensors.items():
+        check_tensor(name, t)
         if kernel and t.dtype not in KERNEL_DTYPES:
             raise ValueError(f"{name} must be float16, bfloat16 or float32 for the fused kernel, got {t.dtype}")
         if not t.is_floating_point():
@@ -86,6 +103,7 @@ def check_tables(kernel: bool, cos: Tensor, sin: Tensor, emb_dim: int, device: t
         rows: rows that the call is known to read.
     """
     for name, table in (("cos", cos), ("sin", sin)):
+        check_tensor(name, table)
         if not table.is_floating_point():
             raise ValueError(f"{name} must be a floating-point table, got {table.dtype}")
         if table.device != device:
@@ -108,6 +126,7 @@ def check_tables(kernel: bool, cos: Tensor, sin: Tensor, emb_dim: int, device: t
 
 def check_index_vector(name: str, index: Tensor, device: torch.device) -> None:
     """Refuse anything but a 1-D int32/int64 tensor on `device`."""
+    check_tensor(name, index)
     if index.dtype not in INDEX_DTYPES:
         raise ValueError(f"{name} must be int32 or int64, got {index.dtype}")
     if index.ndim != 1:
@@ -127,6 +146,7 @@ def check_positions(
     position_ids: Tensor | None,
 ) -> None:
     """Refuse offsets, ranks and positions that do not fit the tokens `(S, B)` or `(T,)`."""
+    check_integers(cp_rank=cp_rank, cp_size=cp_size)
     if cp_size < 1:
         raise ValueError(f"cp_size must be at least 1, got {cp_size}")
     if not 0 <= cp_rank < cp_size:
@@ -196,6 +216,7 @@ def check_out(t: Tensor, out: Tensor | None) -> None:
     """Refuse an `out` that cannot take the result, or that overlaps `t` without being the same view of it."""
     if out is None:
         return
+    check_tensor("out", out)
     if out.shape != t.shape or out.dtype != t.dtype or out.device != t.device:
         given = f"{tuple(out.shape)} {out.dtype} on {out.device}"
         raise ValueError(f"out must be {tuple(t.shape)} {t.dtype} on {t.device} like t, got {given}")

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..host_checks import values_are_validated
+from ..host_checks import check_tensor, values_are_validated
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 _LARGEST_RANK, _LARGEST_ROPE = 1024, 256
@@ -27,6 +27,7 @@ def _names(dtypes: tuple[torch.dtype, ...]) -> str:
 def check_float(name: str, tensor: Tensor, dims: int, *, allow_double: bool) -> None:
     """Refuse a tensor of another rank or dtype than the operation takes."""
     allowed = (*_FLOATS, torch.float64) if allow_double else _FLOATS
+    check_tensor(name, tensor)
     if tensor.dim() != dims:
         raise ValueError(f"{name} must have {dims} dimensions, got shape {tuple(tensor.shape)}")
     if tensor.dtype not in allowed:
@@ -51,7 +52,8 @@ def check_query_and_key(query: Tensor, key: Tensor, softmax_scale: float, *, all
         raise ValueError(f"query must have at least one head, got shape {tuple(query.shape)}")
     check_same_device("key", key, "query", query)
     check_key_rows("key", key)
-    if isinstance(softmax_scale, Tensor) or not (math.isfinite(softmax_scale) and softmax_scale >= 0.0):
+    is_number = isinstance(softmax_scale, int | float) and not isinstance(softmax_scale, bool)
+    if not (is_number and math.isfinite(softmax_scale) and softmax_scale >= 0.0):
         raise ValueError(f"softmax_scale must be a finite Python number >= 0, got {softmax_scale!r}")
 
 
@@ -78,6 +80,7 @@ def check_kernel_widths(kv_rank: int, width: int) -> None:
 
 def check_topk_indices(topk_indices: Tensor, query: Tensor, num_keys: int) -> None:
     """Refuse indices of a wrong shape or dtype; under MLA_ATTENTION_VALIDATE=1 also out-of-range and repeated ones."""
+    check_tensor("topk_indices", topk_indices)
     if topk_indices.dtype not in _INTEGERS:
         raise ValueError(f"topk_indices must be one of {_names(_INTEGERS)}, got {topk_indices.dtype}")
     if topk_indices.dim() != 2 or topk_indices.shape[0] != query.shape[0]:
@@ -135,6 +138,9 @@ def check_positions(
 ) -> None:
     """Refuse offsets, positions or a log-sum-exp of a wrong shape or dtype; validation also looks at values."""
     rows, heads = query.shape[:2]
+    for name, tensor in (("cu_seqlens", cu_seqlens), ("q_positions", q_positions), ("lse", lse)):
+        if tensor is not None:
+            check_tensor(name, tensor)
     if cu_seqlens is not None:
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in _INTEGERS:
             raise ValueError(

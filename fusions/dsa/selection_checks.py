@@ -11,6 +11,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ..host_checks import check_tensor
 from .attention_checks import check_budget, check_float, check_same_device, values_are_checked
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -52,6 +53,7 @@ def check_indexer_inputs(
 def _check_sequences(index_q: Tensor, keys: int, cu_seqlens: Tensor | None, q_positions: Tensor | None) -> None:
     rows = index_q.shape[0]
     if cu_seqlens is not None:
+        check_tensor("cu_seqlens", cu_seqlens)
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in _INTEGERS:
             raise ValueError(
                 f"cu_seqlens must be int32 or int64 [sequences + 1], got {cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
@@ -62,6 +64,7 @@ def _check_sequences(index_q: Tensor, keys: int, cu_seqlens: Tensor | None, q_po
                 f"cu_seqlens without q_positions needs as many keys as rows, got {rows} rows and {keys} keys"
             )
     if q_positions is not None:
+        check_tensor("q_positions", q_positions)
         if tuple(q_positions.shape) != (rows,) or q_positions.dtype not in _INTEGERS:
             raise ValueError(
                 f"q_positions must be int32 or int64 [T={rows}], got {q_positions.dtype} {tuple(q_positions.shape)}"
@@ -88,6 +91,7 @@ def check_kernel_width(index_q: Tensor) -> None:
 def check_scores(scores: Tensor, *, allow_double: bool) -> None:
     """Refuse scores that are no fp32 [T, S] matrix (fp64 too where the twin computes it)."""
     allowed = (torch.float32, torch.float64) if allow_double else (torch.float32,)
+    check_tensor("scores", scores)
     if scores.dim() != 2:
         raise ValueError(f"scores must have 2 dimensions, got shape {tuple(scores.shape)}")
     if scores.dtype not in allowed:

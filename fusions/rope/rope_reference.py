@@ -334,7 +334,8 @@ def fused_mla_rope_concat(
 
     Source: Megatron-LM's pull request 6343, for absorbed queries (d = Rkv) and the latent key (n = 1).
     """
-    emb_dim = rope.shape[-1]
+    check_floating(False, rope=rope)
+    emb_dim = rope.shape[-1] if rope.ndim else 0
     check_widths(emb_dim)
     check_floating(False, nope=nope, rope=rope)
     check_layout("rope", rope, emb_dim, "emb_dim", "cu_seqlens", cu_seqlens, position_ids)
