@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mla_attention.argument_checks import check_kind
+
 Box = tuple[slice, ...]  # one slice with explicit start and stop per dimension
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -101,14 +103,23 @@ def open_tensors(
         ValueError: nothing below the prefix, a value that is no tensor, a path that is no safetensors checkpoint, a
             missing or broken shard, or one key in two shards.
     """
+    check_kind("prefix", prefix, str, required=True)
     if isinstance(tensors, Mapping):
+        strange = [repr(key) for key in tensors if not isinstance(key, str)]
+        if strange:
+            raise ValueError(f"tensors must have keys of type str, got {', '.join(strange[:8])}")
         chosen = {key[len(prefix) :]: value for key, value in tensors.items() if key.startswith(prefix)}
         chosen = {key: value for key, value in chosen.items() if not ignored(key)}
         wrong = [
             f"{prefix}{key} ({type(value).__name__})" for key, value in chosen.items() if not torch.is_tensor(value)
         ]
+        wrong += [
+            f"{prefix}{key} ({value.layout})"
+            for key, value in chosen.items()
+            if torch.is_tensor(value) and value.layout != torch.strided
+        ]
         if wrong:
-            raise ValueError(f"tensors must map keys to torch tensors, got {', '.join(wrong)}")
+            raise ValueError(f"tensors must map keys to dense torch tensors, got {', '.join(wrong)}")
         on_meta = [prefix + key for key, value in chosen.items() if value.is_meta]
         if on_meta:
             raise ValueError(f"tensors must hold values, on the meta device are {', '.join(on_meta)}")

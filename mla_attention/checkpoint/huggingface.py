@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from mla_attention.argument_checks import check_kind
 from mla_attention.attention import MLASelfAttention
 from mla_attention.checkpoint.files import LazyTensor, open_tensors
 from mla_attention.checkpoint.fp8 import FP8_DTYPE, SCALE_SUFFIX, BlockScaled, check_block_size, scale_shape
@@ -53,6 +54,7 @@ def load_hf_state_dict(
 
     Source: weight names of transformers' DeepseekV2/V3/V32Attention and GlmMoeDsaAttention.
     """
+    check_kind("module", module, MLASelfAttention, required=True)
     check_block_size(block_size)
     with open_tensors(tensors, prefix, _IGNORED.__contains__) as found:
         problems = Problems()
@@ -82,6 +84,7 @@ def to_hf_state_dict(module: MLASelfAttention, prefix: str = "") -> dict[str, Te
 
     Source: as `load_hf_state_dict`.
     """
+    check_kind("prefix", prefix, str, required=True)
     return {prefix + _hf_name(name): value for name, value in gather_full_tensors(module).items()}
 
 

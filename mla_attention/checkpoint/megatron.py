@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from mla_attention.argument_checks import check_kind
 from mla_attention.attention import MLASelfAttention
 from mla_attention.checkpoint.files import Box, LazyTensor, open_tensors
 from mla_attention.checkpoint.parameters import (
@@ -84,6 +85,7 @@ def load_megatron_state_dict(
 
     Source: Megatron-LM `MLASelfAttention`, `FusedMLASelfAttention` and `AbsorbedMLASelfAttention` state dicts.
     """
+    check_kind("module", module, MLASelfAttention, required=True)
     with open_tensors(tensors, prefix, _is_ignored) as found:
         problems = Problems()
         renamed, spelled = _unfused(found, module.config, prefix, problems)
@@ -109,6 +111,7 @@ def to_megatron_state_dict(
 
     Source: as `load_megatron_state_dict`.
     """
+    check_kind("prefix", prefix, str, required=True)
     fused = {plain: spelled for spelled, plain in FUSED_NORMS.items()} if fused_norm else {}
     return {prefix + fused.get(name, name): value for name, value in gather_full_tensors(module).items()}
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from mla_attention.argument_checks import check_kind
 from mla_attention.attention import MLASelfAttention
 from mla_attention.checkpoint.files import Box, LazyTensor, whole
 
@@ -98,8 +99,9 @@ def find_slots(module: MLASelfAttention) -> list[Slot]:
     """Return the module's parameters with their places in the full tensors.
 
     Raises:
-        ValueError: a parameter that no checkpoint entry describes.
+        ValueError: a module that is no `MLASelfAttention`, or a parameter that no checkpoint entry describes.
     """
+    check_kind("module", module, MLASelfAttention, required=True)
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):
             submodule.reshard()  # parameters left gathered by a forward are copies; writing them would be lost

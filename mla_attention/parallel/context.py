@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from mla_attention.argument_checks import check_int, check_kind
 from mla_attention.packed import PackedSeqParams
 from mla_attention.parallel.collectives import gather_same_rows
 from mla_attention.zigzag import check_divisible, key_order, rows_of_rank
@@ -30,12 +31,14 @@ def shard_sequence_for_cp(
 
     Source: the layout of Megatron-LM's and Transformer Engine's context parallelism.
     """
-    if not 0 <= cp_rank < cp_size:
+    check_int("cp_size", cp_size, 1)
+    check_int("cp_rank", cp_rank, 0)
+    if cp_rank >= cp_size:
         raise ValueError(f"cp_rank: given {cp_rank}, allowed are 0..{cp_size - 1} (cp_size is {cp_size})")
+    rows = _length(t, dim, packed_seq_params)
     if cp_size == 1:
         return t
-    rows = t.shape[dim]
-    check_divisible("t", rows, cp_size, packed_seq_params)
+    _check_rows(rows, cp_size, packed_seq_params)
     mine = rows_of_rank(rows, cp_rank, cp_size, packed_seq_params, t.device)
     return t.index_select(dim, mine.to(t.device))
 
@@ -59,10 +62,28 @@ def gather_sequence_from_cp(
     Raises:
         ValueError: for shards that make no whole length, naming it and 2*cp_size.
     """
+    length = _length(t, dim, packed_seq_params)
+    check_kind("group", group, ProcessGroup)
     cp_size = dist.get_world_size(group)
     if cp_size == 1:
         return t
-    rows = t.shape[dim] * cp_size
-    check_divisible("t", rows, cp_size, packed_seq_params)
+    rows = length * cp_size
+    _check_rows(rows, cp_size, packed_seq_params)
     order = key_order(rows, cp_size, packed_seq_params, t.device)
     return gather_same_rows(t.movedim(dim, 0), group, order).movedim(0, dim)
+
+
+def _length(t: Tensor, dim: int, packed: PackedSeqParams | None) -> int:
+    """Length of the axis `dim`, once these are what they are said to be."""
+    check_kind("t", t, Tensor, required=True)
+    check_kind("packed_seq_params", packed, PackedSeqParams)
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -t.ndim <= dim < t.ndim:
+        raise ValueError(f"dim: given {dim!r}, allowed are the dims of t, which has shape {list(t.shape)}")
+    return t.shape[dim]
+
+
+def _check_rows(rows: int, cp_size: int, packed: PackedSeqParams | None) -> None:
+    check_divisible("t", rows, cp_size, packed)
+    if packed is not None and packed.host_offsets is not None and packed.host_offsets[-1] > rows:
+        end = packed.host_offsets[-1]
+        raise ValueError(f"packed_seq_params: offsets end at {end}, allowed is at most the {rows} rows of t")
