@@ -56,16 +56,16 @@ def parallelize(
     Args:
         module: an `MLASelfAttention`, or any module that contains some; parameters may be on the meta device.
         mesh: named device mesh; dims that are not named here are left to the caller.
-        tp_dim, cp_dim, dp_dim: names of its dims. A default name that the mesh lacks means size 1, as None does.
+        tp_dim, cp_dim, dp_dim: names of its dims. A default name that the mesh lacks means size 1, as None does; a
+            mesh with none of them leaves the layers as they are.
         sequence_parallel: hidden states are slices of the sequence (of its context-parallel shard) on each tp rank.
 
     Returns:
         `module`.
 
     Raises:
-        ValueError: before anything is changed, for a named dim that the mesh lacks, a mesh with none of the dims, heads
-            that tp does not divide, sequence parallelism without tp > 1, or a module without attention layers or
-            parallelized before.
+        ValueError: before anything is changed, for a mesh without names, a named dim that it lacks, heads that tp does
+            not divide, sequence parallelism without tp > 1, or a module without attention layers or parallelized before.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
@@ -73,11 +73,10 @@ def parallelize(
 
     Source: applied from outside as in torchtitan; the layout of Megatron-LM's MLASelfAttention.
     """
+    if not isinstance(mesh, DeviceMesh) or not mesh.mesh_dim_names:
+        given = f"{type(mesh).__name__} without named dims" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+        raise ValueError(f"mesh: given {given}, allowed is a torch DeviceMesh with named dims")
     groups = {name: _group(mesh, dim, name) for name, dim in (("tp", tp_dim), ("cp", cp_dim), ("dp", dp_dim))}
-    if all(group is None for group in groups.values()):
-        raise ValueError(
-            f"mesh: given dims {_names(mesh)}, allowed is a mesh with some of {tp_dim}, {cp_dim}, {dp_dim}"
-        )
     comm = GroupCommunication.over(groups["tp"], groups["cp"], sequence_parallel=sequence_parallel)
     layers = [part for part in module.modules() if isinstance(part, MLASelfAttention)]
     if not layers:

@@ -90,7 +90,6 @@ def meshes() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     refused(lambda: parallelize(build(tiny()), mesh, cp_dim="cp"), "cp_dim", "'cp'", "tp")
     refused(lambda: parallelize(build(tiny()), mesh, dp_dim="data"), "dp_dim", "'data'", "tp")
-    refused(lambda: parallelize(build(tiny()), mesh, tp_dim=None), "mesh", "tp")
     refused(lambda: parallelize(nn.Linear(2, 2), mesh), "module", "Linear")
     other = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
     refused(lambda: parallelize(build(tiny()), other, sequence_parallel=True), "sequence_parallel", 1)
@@ -141,3 +140,13 @@ def core_attention() -> None:
     layer = parallelize(build(tiny(core_attention_backend="sdpa")), Layout(cp=2).mesh())
     layer.core_attention.context_parallel = False
     refused(lambda: layer(hidden(4)), "core_attention_backend", "'sdpa'", "context parallelism")
+
+
+@case(2, "no dim of ours")
+def no_dim_of_ours() -> None:
+    """Default names that the mesh lacks mean size 1; what is no mesh is refused."""
+    whole = build(tiny())
+    layer = parallelize(build(tiny()), init_device_mesh("cpu", (2,), mesh_dim_names=("pp",)))
+    rows = hidden(4)
+    assert torch.equal(layer(rows)[0], whole(rows)[0])
+    refused(lambda: parallelize(build(tiny()), None), "mesh", "NoneType", "DeviceMesh")  # type: ignore[arg-type]
