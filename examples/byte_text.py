@@ -42,7 +42,7 @@ def load_text(path: Path | None) -> Tensor:
             ) from error
     else:
         content = _standard_library_source(CORPUS_BYTES)
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
 def _standard_library_source(limit: int) -> bytes:

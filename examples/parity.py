@@ -9,8 +9,8 @@ A tensor passes when fused and unfused differ by at most a fraction of its large
 fiftieth of the dtype's epsilon and two of fp32's.
 Exit status 0: all pass, 1: some fail, 2: the arguments do not fit together.
 
-Without a GPU the kernels run in Triton's interpreter on small shapes, in fp32: the interpreter truncates where a GPU
-rounds to bf16. In dsa mode the three layers attend to the keys that the fp64 layer selects, since two roundings of
+Without a GPU the kernels run in Triton's interpreter on small shapes, not in bf16: it truncates where a GPU
+rounds. In dsa mode the three layers attend to the keys that the fp64 layer selects, since two roundings of
 nearly equal scores may select different keys; how far the selections agree is printed.
 """
 
@@ -21,6 +21,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -257,6 +258,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", metavar="FILE", help="draw the errors against fp64")
     arguments = parser.parse_args(argv)
+    if not on_gpu and arguments.dtype == "bf16":
+        parser.error("--dtype: given bf16 without a GPU (Triton's interpreter truncates), allowed are fp32 and fp16")
+    if arguments.heads is not None and arguments.heads < 1:
+        parser.error(f"--heads: given {arguments.heads}, allowed are integers >= 1")
+    if arguments.plot and not Path(arguments.plot).resolve().parent.is_dir():
+        parser.error(f"--plot: given {arguments.plot!r}, allowed is a file in a folder that exists")
     if arguments.seq_len < 8 or arguments.seq_len % 2:
         parser.error(f"--seq-len: given {arguments.seq_len}, allowed are even numbers from 8 on")
     return arguments
@@ -272,8 +279,6 @@ def main(argv: list[str] | None = None) -> int:
         print(
             f"no GPU: the kernels run in Triton's interpreter, {arguments.seq_len} tokens, {shrunk or 'nothing shrunk'}"
         )
-        if arguments.dtype != "fp32":
-            print(f"note: the interpreter truncates to {arguments.dtype} where a GPU rounds; expect larger errors")
     try:
         config = lambda **more: get_preset(arguments.preset, **{**overrides, **more})  # noqa: E731
         comparisons = compare_layers(

@@ -77,9 +77,14 @@ def test_a_wrong_rotation_fails(parity, monkeypatch, capsys):
 def test_arguments_that_do_not_fit(parity, capsys):
     assert parity.main(["--preset", "deepseek_v2_lite", "--mode", "dsa"]) == 2
     assert "q_lora_rank" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stop:
-        parity.main(["--seq-len", "7"])
-    assert stop.value.code == 2
+    refused = [["--seq-len", "7"], ["--heads", "0"], ["--plot", "no/such/folder/parity.png"]]
+    if not torch.cuda.is_available():
+        refused.append(["--dtype", "bf16"])
+    for arguments in refused:
+        with pytest.raises(SystemExit) as stop:
+            parity.main(arguments)
+        assert stop.value.code == 2
+        assert f"{arguments[0]}: given " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_plot(parity, tmp_path):

@@ -101,6 +101,7 @@ def test_absent_optional_package(package, option, tmp_path):
         (["--preset", "glm6"], ["--preset", "glm6", "glm5"]),
         (["--colour", "red"], ["--colour"]),
         (["--data", "no/such/file"], ["--data", "no/such/file"]),
+        (["--data", os.devnull], ["--data", "0 bytes"]),
         (["--lr", "-1"], ["--lr", "-1.0"]),
         (["--device", "tpu"], ["--device", "tpu", "cuda"]),
         (["--tp", "2"], ["--tp 2", "1 process", "torchrun"]),
