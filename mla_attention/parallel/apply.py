@@ -65,7 +65,8 @@ def parallelize(
 
     Raises:
         ValueError: before anything is changed, for a mesh without names, a named dim that it lacks, heads that tp does
-            not divide, sequence parallelism without tp > 1, or a module without attention layers or parallelized before.
+            not divide, sequence parallelism without tp > 1, or a module that has no attention layers or was
+            parallelized before.
 
     Example:
         >>> mesh = init_device_mesh("cuda", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
