@@ -21,7 +21,6 @@ class KeysUnderWay(Protocol):
 
     def finish(self, order: KeyOrder) -> Tensor:
         """The latents of a token side by side, in global order."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tests.aot.harness import CUDA_TARGETS, TARGETS, in_fresh_process
+from tests.aot.harness import CUDA_TARGETS, MEASURED_TRITON, TARGETS, in_fresh_process
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled for real here")
 MODULE = "tests.fusions.dsa.compile_selection"
@@ -16,15 +16,15 @@ def test_every_kernel_preset_and_range_compiles(target):
     assert facts["ranges"] == 0
     for preset, scores in facts["scores"].items():
         if target in CUDA_TARGETS:
-            assert scores["spills"] == 0, (preset, scores)
+            assert not MEASURED_TRITON or scores["spills"] == 0, (preset, scores)
             assert scores["shared"] <= 160 * 1024
         else:
             assert scores["shared"] <= 64 * 1024
     for topk in facts["topk"].values():
         assert topk["atomics"] == 0
         assert not topk["flushes denormals in comparisons"]
-        assert topk["scatters through shared memory"] == 0
-        if target in CUDA_TARGETS:
+        assert not MEASURED_TRITON or topk["scatters through shared memory"] == 0
+        if MEASURED_TRITON and target in CUDA_TARGETS:
             assert topk["wide loads"] >= 2
             assert topk["votes"] > 0
 
