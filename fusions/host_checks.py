@@ -21,10 +21,10 @@ def values_are_validated() -> bool:
 
 
 def check_tensor(name: str, value: object) -> None:
-    """Refuse anything but a dense tensor."""
+    """Refuse anything but a dense tensor; torch.compile, which takes no others, cannot ask for a layout in backward."""
     if not isinstance(value, Tensor):
         raise ValueError(f"{name} must be a tensor, got {'None' if value is None else type(value).__name__}")
-    if value.layout != torch.strided:
+    if not torch.compiler.is_compiling() and value.layout != torch.strided:
         raise ValueError(f"{name} must be a dense tensor (torch.strided), got {value.layout}")
 
 
