@@ -16,7 +16,8 @@ class AttentionAux(NamedTuple):
         indexer_loss: scalar, its coefficient applied, fp32; None where there is none to train on.
         topk_indices: int64 `[B, S, k]` (packed `[1, T, k]`), ascending key indices, -1 in unused trailing slots;
             None for dense attention and for the dense warm-up.
-        max_attention_logits: fp32 `[n]`, the largest scaled q.k of each local head; None unless `config.qk_clip`.
+        max_attention_logits: fp32 `[n]`, the largest scaled q.k of each local head; None unless `config.qk_clip`,
+            and with a cache, whose past queries are gone.
     """
 
     indexer_loss: Tensor | None = None
