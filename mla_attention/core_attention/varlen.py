@@ -6,6 +6,8 @@ The flash kernels want equal head dims, so V is padded with zeros to Dq where Dv
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,6 +19,12 @@ from mla_attention.token_layout import TokenLayout
 
 _LARGEST_HEAD_DIM = 256  # of the flash kernels that torch ships
 VARLEN_DTYPES = (torch.float16, torch.bfloat16)
+
+
+@cache
+def _argument_names(function: Callable) -> frozenset[str]:
+    """Asked once: the causal and scale arguments of varlen_attn moved between torch releases."""
+    return frozenset(inspect.signature(function).parameters)
 
 
 class VarlenAttention(CoreAttention):
@@ -75,8 +83,7 @@ class VarlenAttention(CoreAttention):
         """Flash attention, whose causal mask is aligned at the last row and the last key of each sequence."""
         from torch.nn.attention.varlen import varlen_attn
 
-        # The names of the causal and scale arguments moved between torch releases.
-        names = inspect.signature(varlen_attn).parameters
+        names = _argument_names(varlen_attn)
         how: dict = {"window_size": (-1, 0)} if "window_size" in names else {"is_causal": True}
         if "scale" in names:
             how["scale"] = self.scale
