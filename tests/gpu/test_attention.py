@@ -51,11 +51,9 @@ def packed_params():
 def run(layer, hidden, direction, **arguments):
     hidden = hidden.detach().to(layer.linear_proj.weight.dtype).requires_grad_()
     output, _ = layer(hidden, **arguments)
-    parameters = dict(layer.named_parameters())
-    # an indexer without a loss takes no gradient
-    found = torch.autograd.grad(
-        output, [hidden, *parameters.values()], direction.to(output.dtype), materialize_grads=True
-    )
+    # An indexer without a loss takes no gradient; every other parameter must, so an unused one raises.
+    parameters = {name: p for name, p in layer.named_parameters() if ".indexer." not in name}
+    found = torch.autograd.grad(output, [hidden, *parameters.values()], direction.to(output.dtype))
     return dict(zip(["output", "hidden", *parameters], [output.detach(), *found], strict=True))
 
 
