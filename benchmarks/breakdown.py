@@ -54,8 +54,21 @@ def summarise(kernels: Iterable[tuple[str, float]], steps: int = 1, top: int = 1
     }
 
 
+def idle(ranges: Iterable[tuple[float, float]]) -> float:
+    """Return the time between the first start and the last end in which no (start, end) range runs."""
+    idle_time, reached = 0.0, None
+    for start, end in sorted(ranges):
+        if reached is not None and start > reached:
+            idle_time += start - reached
+        reached = end if reached is None else max(reached, end)
+    return idle_time
+
+
 def profile(step: Callable[[], object], steps: int = 3) -> dict[str, Any]:
-    """Run a warm step under torch.profiler and return its :func:`summarise`."""
+    """Run a warm step under torch.profiler and return its :func:`summarise`, and ``idle_us`` a step.
+
+    Idle is the device time between kernels, here with the profiler's own cost on the host: an upper bound.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     step()
@@ -64,18 +77,21 @@ def profile(step: Callable[[], object], steps: int = 3) -> dict[str, Any]:
         for _ in range(steps):
             step()
         torch.cuda.synchronize()
-    kernels = [
-        (event.name, float(event.device_time_total))
+    events = [
+        event
         for event in recorded.events() or ()
         if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
     ]
-    return summarise(kernels, steps)
+    parts = summarise([(event.name, float(event.device_time_total)) for event in events], steps)
+    parts["idle_us"] = idle((event.time_range.start, event.time_range.end) for event in events) / steps
+    return parts
 
 
 def lines(name: str, breakdown: Mapping[str, Any]) -> list[str]:
     """Render one breakdown as text lines: the groups, then the longest kernels."""
     shares = "  ".join(f"{g} {us / 1e3:.2f} ms {breakdown['shares'][g]:.1%}" for g, us in breakdown["groups"].items())
-    out = [f"{name}: {breakdown['total_us'] / 1e3:.2f} ms on the device = {shares}"]
+    between = f", idle {breakdown['idle_us'] / 1e3:.2f} ms" if "idle_us" in breakdown else ""
+    out = [f"{name}: {breakdown['total_us'] / 1e3:.2f} ms on the device = {shares}{between}"]
     for k in breakdown["kernels"]:
         out.append(f"    {k['us'] / 1e3:8.3f} ms {k['calls']:5.1f}x {k['group']:<9} {k['name'][:90]}")
     return out
