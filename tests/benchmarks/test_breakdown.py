@@ -38,7 +38,7 @@ def test_nothing_measured(script):
     assert script("breakdown").summarise([])["shares"] == {"attention": 0.0, "gemm": 0.0, "rest": 0.0}
 
 
-def test_idle_is_what_no_range_covers():
+def test_idle_is_what_no_range_covers(script):
     idle = script("breakdown").idle
     assert idle([(10.0, 20.0), (15.0, 18.0), (25.0, 30.0), (20.0, 21.0)]) == 4.0
     assert idle([]) == 0.0
