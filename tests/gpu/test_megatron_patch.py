@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import peers
-from mla_attention import MLASelfAttention, PackedSeqParams
+from mla_attention import MLASelfAttention
 from mla_attention.checkpoint import to_megatron_state_dict
 from mla_attention.integrations.megatron import patch, unpatch
 from mla_attention.layers.te_import import te_obstacle
@@ -71,7 +71,7 @@ def run(layer, hidden, direction, packing):
 
 
 def exact(ours, hidden, direction, packing):
-    arguments = {"packed_seq_params": PackedSeqParams(packed_params().cu_seqlens_q.cpu())} if packing else {}
+    arguments = {"packed_seq_params": packed_params()} if packing else {}
     return oracle(ours, hidden, direction, **arguments)
 
 
@@ -87,7 +87,7 @@ def test_the_same_numbers_before_and_after(packing):
     assert before.keys() == after.keys() == wanted.keys()
     for name in wanted:
         assert relative(after[name], before[name]) <= 1e-2, name
-        error, allowed = (relative(result[name].cpu(), wanted[name]) for result in (after, before))
+        error, allowed = (relative(result[name], wanted[name]) for result in (after, before))
         assert error <= 1.25 * allowed + 1e-12, f"{name}: {error:.2e}, before {allowed:.2e}"
     unpatch()
     again = run(theirs, hidden, direction, packing)
@@ -109,7 +109,7 @@ def test_what_megatrons_kernels_do_not_serve(model, packing):
     found, expected = (run(layer, hidden, direction, packing) for layer in (fused, unfused))
     wanted = exact(ours, hidden, direction, packing)
     for name in wanted:
-        error, allowed = (relative(result[name].cpu(), wanted[name]) for result in (found, expected))
+        error, allowed = (relative(result[name], wanted[name]) for result in (found, expected))
         assert error <= 1.25 * allowed + 1e-12, f"{name}: {error:.2e}, unfused {allowed:.2e}"
 
 
@@ -137,5 +137,5 @@ def test_our_layer_and_megatrons_agree(model, backend, packing):
     found = run(ours, hidden, direction, packing)
     wanted = exact(ours, hidden, direction, packing)
     for name in wanted:
-        error, allowed = (relative(result[name].cpu(), wanted[name]) for result in (found, expected))
+        error, allowed = (relative(result[name], wanted[name]) for result in (found, expected))
         assert error <= 1.5 * allowed + 1e-12, f"{name}: {error:.2e}, Megatron's layer {allowed:.2e}"

@@ -25,7 +25,7 @@ DSA = dict(dsa_indexer_topk=128, dsa_indexer_n_heads=16)
 FP8_RECIPES = ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling")
 # Largest relative errors (Frobenius norm) of an FP8 layer against the same layer in bf16. Every GEMM rounds both of its
 # operands to 3 bits of mantissa (2.6 % each, random signs); gradients in the two recipes with HYBRID format to 2 bits.
-FP8_OUTPUT, FP8_GRADIENT = 0.15, 0.40
+FP8_OUTPUT, FP8_GRADIENT = 0.13, 0.18  # measured on an H200: 0.086 to 0.115, and up to 0.158
 
 
 def build(config, backend="te", like=None, dtype=torch.bfloat16):
@@ -63,7 +63,7 @@ def test_output_and_every_gradient_within_the_error_of_torch(model, fused_rope, 
     exact = oracle(ours, hidden, direction, **arguments)
     found, torchs = (run(layer, hidden, direction, **arguments) for layer in (other, ours))
     for name in exact:
-        error, allowed = (relative(result[name].cpu(), exact[name]) for result in (found, torchs))
+        error, allowed = (relative(result[name], exact[name]) for result in (found, torchs))
         assert error <= 1.5 * allowed + 1e-12, f"{name}: {error:.2e} where torch's layer has {allowed:.2e}"
 
 
