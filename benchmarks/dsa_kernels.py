@@ -19,7 +19,12 @@ from torch import Tensor
 DEVICE = "cuda"
 KV_RANK, ROPE_DIM, INDEX_WIDTH = 512, 64, 128
 GATE_ROWS = 128
-SCORE_SHAPES = ((32, 2048, 32768), (64, 2048, 32768), (32, 8192, 8192), (32, 4096, 4096))  # the last two: for the KL
+SCORE_SHAPES = (
+    *((32, 2048, 32768), (64, 2048, 32768)),
+    *((32, 4096, 4096), (32, 8192, 8192), (32, 32768, 32768)),  # what the KL's backward is held against
+)
+KL_SHAPES = ((2048, 8192), (2048, 32768), (None, 4096))
+EAGER_TOKENS = 8192  # rows up to which whole sequences are timed in eager form
 Pairs = list[tuple[Tensor, Tensor]]
 
 
@@ -81,13 +86,13 @@ def scores_case(index_heads: int, queries: int, keys: int) -> KernelCase:
     call = lambda f: partial(f, q, k, w, q_positions=positions)  # noqa: E731
     few = slice(max(0, queries - GATE_ROWS), queries)
     short = lambda f: f(q[few], k, w[few], q_positions=positions[few])  # noqa: E731
+    calls = {"ours": call(fusions.indexer_scores)}
+    if queries <= EAGER_TOKENS:
+        calls["eager_twin"] = call(reference.indexer_scores)
+        calls["eager_einsum"] = partial(einsum_scores, q, k, w, positions)
     return KernelCase(
         f"indexer_scores/{index_heads}x{INDEX_WIDTH}/{queries}x{keys}",
-        {
-            "ours": call(fusions.indexer_scores),
-            "eager_twin": call(reference.indexer_scores),
-            "eager_einsum": partial(einsum_scores, q, k, w, positions),
-        },
+        calls,
         {"ours": lambda: finite_pair(short(fusions.indexer_scores), short(reference.indexer_scores))},
         2e-3,
         flops=costs.indexer_flops(costs.causal_pairs(queries, keys), index_heads, INDEX_WIDTH),
@@ -236,10 +241,13 @@ def kl_cases(index_heads: int, heads: int, tokens: int = 8192, topk: int | None 
         return [(ours, twin), *gradients]
 
     shape = f"{index_heads}x{INDEX_WIDTH}+{heads}x{width}/{tokens}" + ("/dense" if topk is None else f"/top{topk}")
+    functions = {"ours": fusions.indexer_kl, "eager_twin": reference.indexer_kl}
+    if tokens > EAGER_TOKENS:
+        del functions["eager_twin"]
     for kind, call in (("forward", forward), ("step", step)):
         yield KernelCase(
             f"indexer_kl/{shape}/{kind}",
-            {"ours": partial(call, fusions.indexer_kl), "eager_twin": partial(call, reference.indexer_kl)},
+            {name: partial(call, function) for name, function in functions.items()},
             {"ours": check},
             2e-2,
             flops=flops[0] if kind == "forward" else sum(flops),
@@ -265,5 +273,5 @@ GROUPS: dict[str, Callable[[], Iterator[KernelCase]]] = {
     "topk": lambda: (topk_case(t, s) for t, s in ((2048, 32768), (4096, 131072))),
     "indexer_topk": lambda: (indexer_topk_case(32, t) for t in (32768,)),
     "sparse": lambda: (case for heads in (64, 128, 16) for case in sparse_cases(heads)),
-    "kl": lambda: (case for topk, tokens in ((2048, 8192), (None, 4096)) for case in kl_cases(32, 64, tokens, topk)),
+    "kl": lambda: (case for topk, tokens in KL_SHAPES for case in kl_cases(32, 64, tokens, topk)),
 }

@@ -1,17 +1,19 @@
 """One MLASelfAttention, forward and training step, against megatron-core, transformers and torch.compile.
 
 Layouts: ``sbhd`` one sequence, ``packed`` eight sequences of an eighth each (thd), ``batch8`` the same eight as a batch
-(what packing would cost if it were free). A step is forward + backward with fresh parameter gradients.
+(what packing would cost if it were free), ``ragged`` eight sequences of eight lengths (thd). A step is forward +
+backward with fresh parameter gradients.
 Roofline: GEMM and attention FLOPs (costs.py) at the bf16 matmul rate of the same run. Memory: peak above what is
 allocated before the step, parameter gradients already allocated, beside the lower bound of q, k, v, o and gradients.
 
-    python benchmarks/layer.py [--models glm5 deepseek_v3] [--lengths 4096 16384] [--layouts sbhd packed batch8]
+    python benchmarks/layer.py [--models glm5 deepseek_v3] [--lengths 4096 16384] [--layouts sbhd packed ragged batch8]
                                [--variants NAME ...] [--profile] [--out DIR]
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -39,12 +41,13 @@ from torch import Tensor, nn
 
 DEVICE = "cuda"
 MODELS = ("glm5", "deepseek_v3")
-LAYOUTS = ("sbhd", "packed", "batch8")
+LAYOUTS = ("sbhd", "packed", "ragged", "batch8")
 VARIANTS = (
     *("ours_auto", "ours_split", "ours_gemm", "ours_compile"),
     *("megatron_fused", "megatron_unfused", "transformers_sdpa"),
 )
 SEQUENCES = 8
+RAGGED = (9, 3, 13, 6, 10, 4, 12, 7)  # 64ths of the tokens, by sequence
 GATE_TOKENS = 512
 TOLERANCE = 2e-2
 TIME_TARGETS = {("glm5", 4096): 0.90, ("deepseek_v3", 4096): 0.90, ("glm5", 16384): 0.95, ("deepseek_v3", 16384): 0.985}
@@ -70,6 +73,8 @@ class Case:
     @property
     def lengths(self) -> list[int]:
         """Lengths of the sequences in it."""
+        if self.layout == "ragged":
+            return [self.tokens // sum(RAGGED) * share for share in RAGGED]
         count = 1 if self.layout == "sbhd" else SEQUENCES
         return [self.tokens // count] * count
 
@@ -81,9 +86,13 @@ class Case:
         return self.tokens, 1
 
     def offsets(self) -> list[int]:
-        """cu_seqlens of the packed layout."""
-        length = self.lengths[0]
-        return [i * length for i in range(len(self.lengths) + 1)]
+        """cu_seqlens of the packed layouts."""
+        return [0, *itertools.accumulate(self.lengths)]
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether sequences lie along one token axis."""
+        return self.layout in ("packed", "ragged")
 
 
 @dataclass(slots=True)
@@ -144,7 +153,7 @@ class Model:
 
     def variant(self, name: str, case: Case) -> Variant | Failure:
         """Return a variant for a case, or why there is none; modules are built once."""
-        if name == "transformers_sdpa" and case.layout == "packed":
+        if name == "transformers_sdpa" and case.is_packed:
             return Failure("skipped", "transformers' sdpa attention takes no packed sequences")
         if case.layout == "batch8" and name != "ours_auto":
             return Failure("skipped", "measured for ours_auto only")
@@ -182,7 +191,7 @@ class Model:
             module = torch.compile(module, dynamic=False)
         if name.startswith("megatron"):
             packed = None
-            if case.layout == "packed":
+            if case.is_packed:
                 offsets = torch.tensor(case.offsets(), device=DEVICE, dtype=torch.int32)
                 packed = peers.megatron_packed(offsets, max(case.lengths))
             return lambda hidden: module(hidden, attention_mask=None, packed_seq_params=packed)[0]
@@ -194,7 +203,7 @@ def own_packed(case: Case) -> Any:
     """Our PackedSeqParams of a packed case, None otherwise."""
     from mla_attention import PackedSeqParams
 
-    if case.layout != "packed":
+    if not case.is_packed:
         return None
     return PackedSeqParams(torch.tensor(case.offsets(), device=DEVICE, dtype=torch.int32))
 
@@ -396,7 +405,7 @@ def main(argv: list[str] | None = None) -> int:
     """Command line."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 16384], help="tokens, multiples of 8")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 16384], help="tokens, multiples of 64")
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--profile", action="store_true", help="add a per-kernel breakdown of a step")

@@ -28,7 +28,7 @@ def small_layer(script, monkeypatch):
     return layer
 
 
-@pytest.mark.parametrize("layout", ["sbhd", "packed", "batch8"])
+@pytest.mark.parametrize("layout", ["sbhd", "packed", "ragged", "batch8"])
 def test_a_tiny_layer_runs_through(small_layer, watch, record, layout):
     run, model = record("layer"), small_layer.Model("glm5")
     case = small_layer.Case("glm5", layout, 32)
@@ -83,6 +83,9 @@ def test_cases(script):
     assert packed.offsets() == [512 * i for i in range(9)]
     assert packed.hidden_shape == (4096, 1)
     assert layer.Case("glm5", "batch8", 4096).hidden_shape == (512, 8)
+    ragged = layer.Case("glm5", "ragged", 4096)
+    assert len(set(ragged.lengths)) == len(ragged.lengths) == 8
+    assert ragged.offsets()[-1] == sum(ragged.lengths) == 4096
 
 
 def test_assembly_runs_through(script, watch, record, monkeypatch, device):
