@@ -8,7 +8,7 @@ attention layer as exact zeros and take no gradient.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import groupby, pairwise
 from numbers import Integral
 from typing import Any
 
@@ -81,6 +81,17 @@ class PackedSeqParams:
     @property
     def num_sequences(self) -> int:
         return self.cu_seqlens_q.shape[0] - 1
+
+    def equal_runs(self) -> list[tuple[int, int]]:
+        """(rows, sequences) of each run of neighbours with as many rows, padding included; empty sequences left out.
+
+        Raises:
+            ValueError: if the host does not know the offsets.
+        """
+        if self.host_offsets is None:
+            raise ValueError("packed_seq_params: built with validate=False, allowed here is validate=True")
+        lengths = (end - start for start, end in pairwise(self.host_offsets))
+        return [(length, len(list(run))) for length, run in groupby(filter(None, lengths))]
 
     def check_rows(self, rows: int, device: torch.device) -> None:
         """Refuse a tensor of `rows` rows on `device` that these offsets cannot describe.

@@ -8,7 +8,8 @@
 | CUDA, not half precision | sdpa | sdpa where the lengths are known, else flex (fp64, dropout: reference) |
 | others | sdpa | sdpa where the lengths are known, else reference |
 
-Packed sequences go through sdpa one by one, so the host must know their lengths (`PackedSeqParams(validate=True)`).
+Packed sequences go through sdpa one by one, neighbours of one length together, so the host must know their lengths
+(`PackedSeqParams(validate=True)`), and what counts as long is a call, not a sequence.
 Under context parallelism sdpa serves both layouts, flex or reference a pack whose lengths the host does not know.
 
 A layer with `backend="te"` runs the back end "te" first, wherever that refuses nothing: on CUDA, without an attention
@@ -34,7 +35,8 @@ from mla_attention.core_attention.te import TEAttention
 from mla_attention.core_attention.varlen import VARLEN_DTYPES, VarlenAttention
 from mla_attention.token_layout import TokenLayout
 
-_LONG_SEQUENCE = 1024  # mean rows from which one cuDNN call for each sequence beats one flash call for all
+_LONG_CALL = 1024  # mean rows of a cuDNN call from which one for each run of equal lengths beats one flash call for all
+_TILE = 128  # query rows that cuDNN takes at a time: a batch of shorter sequences is mostly masked
 
 # What torch alone serves.
 _CLASSES: dict[str, type[CoreAttention]] = {
@@ -85,7 +87,7 @@ class AutoAttention(CoreAttention):
         without_lengths = "flex" if flex_may else "reference"
         if tokens.cp_size > 1 or device.type != "cuda" or dtype not in VARLEN_DTYPES:
             return "sdpa" if known else without_lengths
-        if offsets is not None and offsets[-1] >= _LONG_SEQUENCE * max(packed.num_sequences, 1):
+        if offsets is not None and _calls_are_long(offsets[-1], packed.num_sequences, len(packed.equal_runs())):
             return "sdpa"
         if self._refusal("varlen", device, packed=True) is None:
             return "varlen"
@@ -97,6 +99,10 @@ class AutoAttention(CoreAttention):
     def extra_repr(self) -> str:
         first = "te, else " if "te" in self.choices else ""
         return f"{super().extra_repr()}, [S, B]: {first}sdpa, packed: {first}sdpa or varlen"
+
+
+def _calls_are_long(rows: int, sequences: int, calls: int) -> bool:
+    return rows >= _LONG_CALL * max(calls, 1) and rows >= _TILE * sequences
 
 
 def build_core_attention(config: MLAConfig, scale: float, backend: str = "torch") -> CoreAttention:

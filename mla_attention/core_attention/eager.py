@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mla_attention.core_attention.interface import CoreAttention, by_sequence, row_lengths
+from mla_attention.core_attention.interface import CoreAttention, by_sequence
 from mla_attention.token_layout import TokenLayout
 
 
@@ -24,12 +24,11 @@ class EagerAttention(CoreAttention):
             if tokens.attention_mask is not None:
                 masked = masked | tokens.attention_mask
             return self._attend(query, key, value, masked)
-        lengths = row_lengths(tokens.packed, tokens.rows)
-        if lengths is None:
+        if tokens.packed.host_offsets is None:
             sequence, _ = tokens.packed.sequence_of_row(tokens.rows)
             masked = causal_mask(tokens.rows, query.device) | (sequence[:, None] != sequence[None, :])
             return self._attend(query[:, None], key[:, None], value[:, None], masked)[:, 0]
-        return by_sequence(query, key, value, lengths, self._attend_sequence)
+        return by_sequence(query, key, value, tokens.packed, self._attend_sequences)
 
     def _attend_shard(self, query: Tensor, key: Tensor, value: Tensor, tokens: TokenLayout) -> Tensor:
         masked = shard_mask(tokens)
@@ -37,9 +36,8 @@ class EagerAttention(CoreAttention):
             return self._attend(query, key, value, masked)
         return self._attend(query[:, None], key[:, None], value[:, None], masked)[:, 0]
 
-    def _attend_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        masked = causal_mask(query.shape[0], query.device)
-        return self._attend(query[:, None], key[:, None], value[:, None], masked)[:, 0]
+    def _attend_sequences(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return self._attend(query, key, value, causal_mask(query.shape[0], query.device))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, masked: Tensor) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -82,14 +81,6 @@ def describe(device: torch.device) -> str:
     return f"{device} (compute capability {major}.{minor})"
 
 
-def row_lengths(packed: PackedSeqParams, rows: int) -> list[int] | None:
-    """Rows of each packed sequence, padding included, and the rows past the last; None where the host does not know."""
-    if packed.host_offsets is None:
-        return None
-    offsets = packed.host_offsets
-    return [end - start for start, end in pairwise(offsets)] + [rows - offsets[-1]]
-
-
 def rows_outside(tokens: TokenLayout) -> Tensor | None:
     """Bool `[rows, 1, 1]`: packed rows past the last offset, in no sequence; None where the host knows of none.
 
@@ -103,9 +94,42 @@ def rows_outside(tokens: TokenLayout) -> Tensor | None:
     return (sequence == packed.num_sequences)[:, None, None]
 
 
-def by_sequence(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], attend: Attend) -> Tensor:
-    """`attend(q, k, v)` on each sequence of `lengths`; the last length is of rows in no sequence, which give zeros."""
-    *pieces, (_, _, outside) = zip(query.split(lengths), key.split(lengths), value.split(lengths), strict=True)
-    outputs = [attend(q, k, v) if q.shape[0] else v for q, k, v in pieces]
-    outputs.append(outside.masked_fill(torch.ones((), dtype=torch.bool, device=value.device), 0))
-    return torch.cat(outputs)
+def by_sequence(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, attend: Attend) -> Tensor:
+    """Attention of packed rows `[T, n, D]` from that of sequences; rows past the last offset give zeros.
+
+    Neighbours of one length are a batch where they lie, so a pack of equal lengths is neither cut nor put together.
+
+    Args:
+        query, key, value: of all rows.
+        packed: offsets that the host knows.
+        attend: from q, k, v `[S, B, n, D]` of B sequences of S rows each to `[S, B, n, Dv]`.
+    """
+    runs = packed.equal_runs()
+    rows = [length * count for length, count in runs]
+    outside = query.shape[0] - sum(rows)
+    sizes = [*rows, outside] if outside else rows
+    whole = (query, key, value)  # the gradient of a split is a copy, so one piece is not split
+    pieces = zip(*(t.split(sizes) for t in whole), strict=True) if len(sizes) > 1 else [whole]
+    outputs = []
+    for (length, count), piece in zip(runs, pieces, strict=False):
+        q, k, v = (t.unflatten(0, (count, length)).transpose(0, 1) for t in piece)
+        outputs.append(attend(q, k, v).transpose(0, 1).flatten(0, 1))
+    if outside or not outputs:
+        nowhere = torch.ones((), dtype=torch.bool, device=value.device)
+        outputs.append(value[sum(rows) :].masked_fill(nowhere, 0))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def with_contiguous_gradient(output: Tensor) -> Tensor:
+    """`output`; the gradient that arrives at it is contiguous, whatever lay beyond."""
+    return _ContiguousGradient.apply(output)
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()

@@ -7,6 +7,7 @@ it where it lies. Packed sequences are attended one after the other, from the le
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mla_attention.core_attention.eager import causal_mask
-from mla_attention.core_attention.interface import CoreAttention, by_sequence, row_lengths
+from mla_attention.core_attention.interface import CoreAttention, by_sequence, with_contiguous_gradient
 from mla_attention.core_attention.zigzag import attend_chunks, attend_with_cudnn, cudnn_serves
 from mla_attention.token_layout import TokenLayout
 
@@ -38,17 +39,19 @@ class SDPAttention(CoreAttention):
         if tokens.cp_size > 1 and not self.dropout_now and cudnn_serves(query, key, value):
             return attend_with_cudnn(query, key, value, tokens, self.scale)
         with sdpa_kernel(_ORDER, set_priority=True) if query.is_cuda else nullcontext():
-            if tokens.cp_size > 1:
-                return attend_chunks(query, key, value, tokens, self._attend_chunk)
-            if tokens.packed is None:
-                return self._attend(query, key, value, tokens.attention_mask)
-            lengths = row_lengths(tokens.packed, tokens.rows)
-            if lengths is None:
-                raise ValueError(
-                    "packed_seq_params: built with validate=False, but core_attention_backend 'sdpa' needs the lengths "
-                    "on the host; allowed are validate=True, or the backends 'varlen', 'flex' and 'reference'"
-                )
-            return by_sequence(query, key, value, lengths, self._attend_sequence)
+            return with_contiguous_gradient(self._attend_rows(query, key, value, tokens))
+
+    def _attend_rows(self, query: Tensor, key: Tensor, value: Tensor, tokens: TokenLayout) -> Tensor:
+        if tokens.cp_size > 1:
+            return attend_chunks(query, key, value, tokens, self._attend_chunk)
+        if tokens.packed is None:
+            return self._attend(query, key, value, tokens.attention_mask)
+        if tokens.packed.host_offsets is None:
+            raise ValueError(
+                "packed_seq_params: built with validate=False, but core_attention_backend 'sdpa' needs the lengths "
+                "on the host; allowed are validate=True, or the backends 'varlen', 'flex' and 'reference'"
+            )
+        return by_sequence(query, key, value, tokens.packed, partial(self._attend, attention_mask=None))
 
     def _attend_chunk(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of the rows of the last keys."""
@@ -58,9 +61,6 @@ class SDPAttention(CoreAttention):
         allowed = torch.ones(query.shape[0], key.shape[0], dtype=torch.bool, device=query.device).tril(before)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         return self._scaled(q, k, v, allowed).permute(2, 0, 1, 3)
-
-    def _attend_sequence(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return self._attend(query[:, None], key[:, None], value[:, None], None)[:, 0]
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None) -> Tensor:
         query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [B, n, S, D]

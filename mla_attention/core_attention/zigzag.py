@@ -230,6 +230,7 @@ class _CudnnChunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: Tensor):
         query, key, value, output, *lses = ctx.saved_tensors
+        gradient = gradient.contiguous()  # because of torch's cache of cuDNN plans (sdpa.py)
         dquery = torch.empty_like(query, memory_format=torch.contiguous_format)
         dkey = torch.zeros_like(key, memory_format=torch.contiguous_format)
         dvalue = torch.zeros_like(value, memory_format=torch.contiguous_format)

@@ -91,3 +91,29 @@ def test_cudnn_serves_the_dims_of_published_models():
         q, k, v = (t.permute(1, 2, 0, 3) for t in operands((256, 1, 4), qk_dim, v_dim))
         with torch.nn.attention.sdpa_kernel([torch.nn.attention.SDPBackend.CUDNN_ATTENTION]):
             torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).sum().backward()
+
+
+@pytest.mark.parametrize("name", ["sdpa", "auto"])
+@pytest.mark.parametrize("strided_first", [True, False])
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize(("qk_dim", "v_dim"), DIMS)
+def test_the_same_attention_with_gradients_of_other_strides(name, strided_first, packing, qk_dim, v_dim):
+    """torch finds cuDNN's backward plans without looking at the gradient's strides, which are in the plan: whichever
+    came first, the other was read wrongly, or past its end (a layer in two groups of heads, then one of half the
+    heads)."""
+    core = (AutoAttention if name == "auto" else _CLASSES[name])(qk_dim, v_dim, qk_dim**-0.5)
+    rows = 1280 + 128 * strided_first + 256 * packing + 512 * (name == "auto")  # shapes that no other test has used
+    lead, tokens = (rows, 1, 4), layout(rows, 1)
+    if packing:
+        offsets = torch.tensor([0, rows], dtype=torch.int32, device="cuda")
+        lead, tokens = (rows, 4), layout(rows, 1, PackedSeqParams(offsets))
+    tensors = operands(lead, qk_dim, v_dim)
+    wide = [t.detach().float().requires_grad_() for t in tensors]
+    expected = EagerAttention(qk_dim, v_dim, core.scale)(*wide, tokens)
+    both = torch.randn(*lead[:-1], 8, v_dim, device="cuda", dtype=torch.bfloat16)
+    strided = both[..., :4, :]
+    for direction in (strided, strided.contiguous()) if strided_first else (strided.contiguous(), strided):
+        found = torch.autograd.grad(core(*tensors, tokens), tensors, direction)
+        wanted = torch.autograd.grad(expected, wide, direction.float(), retain_graph=True)
+        for f, w in zip(found, wanted, strict=True):
+            assert (f.float() - w).abs().max() <= 1e-2 * w.abs().max()
