@@ -43,12 +43,13 @@ DEVICE = "cuda"
 MODELS = ("glm5", "deepseek_v3")
 LAYOUTS = ("sbhd", "packed", "ragged", "batch8")
 VARIANTS = (
-    *("ours_auto", "ours_split", "ours_gemm", "ours_compile"),
-    *("megatron_fused", "megatron_unfused", "transformers_sdpa"),
+    *("ours_auto", "ours_split", "ours_gemm", "ours_one_down_proj", "ours_compile"),
+    *("megatron_fused", "megatron_unfused", "transformers_sdpa", "transformers_eager"),
 )
 SEQUENCES = 8
 RAGGED = (9, 3, 13, 6, 10, 4, 12, 7)  # 64ths of the tokens, by sequence
 GATE_TOKENS = 512
+EAGER_TOKENS = 4096
 TOLERANCE = 2e-2
 TIME_TARGETS = {("glm5", 4096): 0.90, ("deepseek_v3", 4096): 0.90, ("glm5", 16384): 0.95, ("deepseek_v3", 16384): 0.985}
 MEMORY_TARGET = 0.88
@@ -153,8 +154,10 @@ class Model:
 
     def variant(self, name: str, case: Case) -> Variant | Failure:
         """Return a variant for a case, or why there is none; modules are built once."""
-        if name == "transformers_sdpa" and case.is_packed:
-            return Failure("skipped", "transformers' sdpa attention takes no packed sequences")
+        if name.startswith("transformers") and case.is_packed:
+            return Failure("skipped", "transformers' attention of this kind takes no packed sequences")
+        if name == "transformers_eager" and case.tokens > EAGER_TOKENS:
+            return Failure("skipped", f"its weights of all pairs are measured up to {EAGER_TOKENS} tokens")
         if case.layout == "batch8" and name != "ours_auto":
             return Failure("skipped", "measured for ours_auto only")
         key = "ours_auto" if name == "ours_compile" else name
@@ -174,17 +177,21 @@ class Model:
         from mla_attention.checkpoint import to_hf_state_dict, to_megatron_state_dict
 
         if name.startswith("ours"):
-            module = self.base if name == "ours_auto" else self._ours(kv_assembly=name.removeprefix("ours_"))
+            if name == "ours_auto":
+                return Variant(self.base, self.base)
+            one = {"mla_down_proj_fusion": True} if name == "ours_one_down_proj" else {}
+            module = self._ours(**(one or {"kv_assembly": name.removeprefix("ours_")}))
             return Variant(module, module)
         if name.startswith("megatron"):
             weights = to_megatron_state_dict(self.base, fused_norm=True)
             module = peers.megatron_layer(self.config, weights, fused=name == "megatron_fused")
             return Variant(module, module)
-        module, call = peers.transformers_layer(self.config, to_hf_state_dict(self.base), 16384, torch.bfloat16)
+        kind = name.removeprefix("transformers_")
+        module, call = peers.transformers_layer(self.config, to_hf_state_dict(self.base), 16384, torch.bfloat16, kind)
         return Variant(module, call)
 
     def _bound(self, name: str, built: Variant, case: Case) -> Callable[[Tensor], Tensor]:
-        if name == "transformers_sdpa":
+        if name.startswith("transformers"):
             return built.call
         module = built.module
         if name == "ours_compile":

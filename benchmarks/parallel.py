@@ -277,6 +277,7 @@ def measure_case(
                 (values["peak_gib"],) = rank.largest([torch.cuda.max_memory_allocated() / GIB])
         except Exception as error:  # recorded; collectives left half done end in the group's timeout
             failure = Failure("error", describe(error))
+            print(f"rank {rank.rank}, {row}, {layout}: {failure.message}", flush=True)  # ranks may fail to agree next
         failure = rank.agree(failure)
         result = failure or timing
         if layout == "one" and isinstance(result, Timing):

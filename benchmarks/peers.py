@@ -6,6 +6,7 @@ error. Transformer Engine must be imported after torch, which this module import
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from types import ModuleType
@@ -148,15 +149,16 @@ def megatron_packed(offsets: Tensor, longest: int) -> Any:
 
 
 def transformers_layer(
-    config: Any, weights: dict[str, Tensor], length: int, dtype: torch.dtype
+    config: Any, weights: dict[str, Tensor], length: int, dtype: torch.dtype, attention: str
 ) -> tuple[nn.Module, Layer]:
-    """Build transformers' DeepseekV3Attention with sdpa; it serves every dense shape here.
+    """Build transformers' DeepseekV3Attention; it serves every dense shape here.
 
     Args:
         config: our dense configuration.
         weights: Hugging Face names.
         length: sequence length; its rotary tables are built here, outside of what is timed.
         dtype: dtype of weights and tables.
+        attention: "sdpa" or "eager"; eager is given a causal mask, made outside of what is timed.
 
     Returns:
         The module, and a call ``hidden [S, B, H] -> output [S, B, H]``.
@@ -189,16 +191,24 @@ def transformers_layer(
         max_position_embeddings=max(length, int(rope.get("factor", 1.0) * config.original_max_position_embeddings)),
         rope_parameters=rope,
     )
-    theirs._attn_implementation = "sdpa"
+    theirs._attn_implementation = attention
     device = next(iter(weights.values())).device
     module = DeepseekV3Attention(theirs, layer_idx=0).to(device=device, dtype=dtype)
     module.load_state_dict(weights)
     positions = torch.arange(length, device=device)[None]
     tables = DeepseekV3RotaryEmbedding(theirs).to(device)(torch.empty(1, device=device, dtype=dtype), positions)
 
+    @functools.lru_cache(maxsize=1)
+    def mask_of(rows: int) -> Tensor | None:
+        if attention == "sdpa":
+            return None
+        lowest = torch.finfo(dtype).min
+        return torch.full((1, 1, rows, rows), lowest, device=device, dtype=dtype).triu(1)
+
     def call(hidden: Tensor) -> Tensor:
-        cut = tuple(table[:, : hidden.shape[0]] for table in tables)
-        output = module(hidden_states=hidden.transpose(0, 1), position_embeddings=cut, attention_mask=None)[0]
-        return output.transpose(0, 1)
+        rows = hidden.shape[0]
+        cut = tuple(table[:, :rows] for table in tables)
+        states = {"hidden_states": hidden.transpose(0, 1), "position_embeddings": cut}
+        return module(**states, attention_mask=mask_of(rows))[0].transpose(0, 1)
 
     return module, call
