@@ -31,6 +31,8 @@ from .selection_checks import check_indexer_inputs, check_kernel_width, require_
 from .sparse_tiles import interpreted
 from .topk_pieces import CAUSAL, RANGES
 
+PREFER_HOPPER_SCORES = False  # the Gluon kernel: compiled for the device, not yet measured on one
+
 
 @triton.jit(do_not_specialize=["n_rows", "n_keys", "first_row", "row_units"])
 def _indexer_scores_kernel(
@@ -162,6 +164,26 @@ def _architecture(device: torch.device) -> str:
     return "cuda" if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9 else "hopper"
 
 
+def takes_hopper_scores(index_q: Tensor, index_k: Tensor) -> bool:
+    """Whether the kernel of indexer_scores_hopper.py is right for these inputs on this device; T and S have no say."""
+    _, heads, width = index_q.shape
+    columns = (heads - 1) * index_q.stride(1) + width
+    return (
+        index_q.device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(index_q.device) == (9, 0)
+        and triton.__version__.startswith("3.6.")  # Gluon changes between versions; this one was tried
+        and index_q.dtype in (torch.float16, torch.bfloat16)
+        and width in (64, 128)
+        and columns <= index_q.stride(0)
+        and columns < 2**31
+        and width <= index_k.stride(0)
+        and all(stride % 8 == 0 for stride in (index_q.stride(0), index_q.stride(1), index_k.stride(0)))
+        and index_q.data_ptr() % 16 == 0
+        and index_k.data_ptr() % 16 == 0
+    )
+
+
 def launch_scores(
     index_q: Tensor,
     index_k: Tensor,
@@ -186,8 +208,16 @@ def launch_scores(
         first_row: index of row 0 in the keys' order. Without begin and end, row r sees the keys 0 .. first_row + r.
         begin, end: int32 [T]; row r sees begin[r] <= key < end[r].
         fill: False leaves tiles without an allowed pair unwritten.
-        blocks: tile to use instead of the rule's.
+        blocks: tile to use instead of the rule's; None also allows the kernel of indexer_scores_hopper.py, which gives
+            the same scores.
     """
+    if PREFER_HOPPER_SCORES and blocks is None and takes_hopper_scores(index_q, index_k):
+        from .indexer_scores_hopper import launch_scores_hopper  # Gluon: not every Triton has it
+
+        launch_scores_hopper(
+            index_q, index_k, index_weights, out, relu=relu, first_row=first_row, begin=begin, end=end, fill=fill
+        )
+        return
     rows, heads, width = index_q.shape
     keys = index_k.shape[0]
     blocks = blocks or choose_score_blocks(index_q.dtype, heads, width, _architecture(index_q.device))
