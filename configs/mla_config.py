@@ -87,6 +87,10 @@ class MLAConfig:
     add_bias_linear: bool = False
     attention_dropout: float = 0.0
     core_attention_backend: str = "auto"
+    cp_comm_type: str | None = None
+    """How context-parallel ranks meet each other's keys. None: the key latents are gathered before core attention.
+    "p2p" (a ring), "all_gather" or "a2a" (all rows of some heads for some rows of all heads): Transformer Engine's core
+    attention exchanges keys and values. Without context parallelism there is nothing to exchange."""
     kv_assembly: str = "auto"
     """How key and value are put together: "split" of one projection, "gemm" writing them in place, or "auto"."""
     recompute_up_proj: bool = False

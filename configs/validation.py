@@ -10,9 +10,11 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     from .mla_config import MLAConfig
 
-__all__ = ["CORE_ATTENTION_BACKENDS", "DSA_FIELDS", "YARN_FIELDS", "validate"]
+__all__ = ["CORE_ATTENTION_BACKENDS", "CP_COMM_TYPES", "DSA_FIELDS", "YARN_FIELDS", "validate"]
 
 CORE_ATTENTION_BACKENDS = ("auto", "sdpa", "varlen", "te", "flex", "reference")
+CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
+"""Transformer Engine's, but for "a2a+p2p", which wants two process groups in place of one."""
 
 YARN_FIELDS = (
     "rotary_scaling_factor",
@@ -107,6 +109,7 @@ _FIELD_RULES: dict[str, tuple[Callable[[object], bool], str]] = {
     "add_bias_linear": _FLAG,
     "attention_dropout": (_real(lambda value: 0 <= value < 1), "a number in [0, 1)"),
     "core_attention_backend": _one_of(*CORE_ATTENTION_BACKENDS),
+    "cp_comm_type": _one_of(None, *CP_COMM_TYPES),
     "kv_assembly": _one_of("auto", "split", "gemm"),
     "recompute_up_proj": _FLAG,
     "mla_down_proj_fusion": _FLAG,
@@ -145,6 +148,7 @@ def validate(config: "MLAConfig") -> None:
         if not test(value):
             raise ConfigError(f"{name} must be {allowed}, got {value!r}")
     _validate_rope(config)
+    _validate_cp_comm_type(config)
     if config.mla_down_proj_fusion and config.q_lora_rank is None:
         raise ConfigError(
             "q_lora_rank must be a positive int with mla_down_proj_fusion=True (it fuses two projections), got None"
@@ -160,6 +164,23 @@ def _validate_rope(config: "MLAConfig") -> None:
         _refuse_unless_default(config, YARN_FIELDS, 'rope_type="yarn"')
     if config.beta_fast < config.beta_slow:
         raise ConfigError(f"beta_fast must be >= beta_slow ({config.beta_slow!r}), got {config.beta_fast!r}")
+
+
+def _validate_cp_comm_type(config: "MLAConfig") -> None:
+    given = config.cp_comm_type
+    if given is None:
+        return
+    if config.experimental_attention_variant == "dsa":
+        raise ConfigError(f'cp_comm_type must be None with experimental_attention_variant="dsa", got {given!r}')
+    if config.core_attention_backend != "te":
+        raise ConfigError(
+            f"core_attention_backend must be 'te' with cp_comm_type={given!r} (it exchanges the keys itself), "
+            f"got {config.core_attention_backend!r}"
+        )
+    if config.qk_clip:
+        raise ConfigError(
+            f"qk_clip must be False with cp_comm_type={given!r} (no rank then holds the keys of all), got True"
+        )
 
 
 def _validate_dsa(config: "MLAConfig") -> None:

@@ -56,9 +56,10 @@ def mla_config(config: Any) -> MLAConfig:
     # Megatron's MLA scales the softmax by YaRN's factor whatever the type of its RoPE.
     magnitude = yarn_get_mscale(config.rotary_scaling_factor, config.mscale_all_dim)
     fields["softmax_scale"] = magnitude**2 / (config.qk_head_dim + config.qk_pos_emb_head_dim) ** 0.5
-    unread = () if config.experimental_attention_variant == "dsa" else DSA_FIELDS
+    unread: tuple[str, ...] = () if config.experimental_attention_variant == "dsa" else DSA_FIELDS
     if config.rope_type == "rope":
         unread = (*unread, *YARN_FIELDS)
+    unread = (*unread, "cp_comm_type")  # of one context-parallel rank, whose core attention need not be TE's
     return MLAConfig(**{name: value for name, value in fields.items() if name not in unread})
 
 

@@ -35,6 +35,7 @@ DEFAULTS = {
     "add_bias_linear": False,
     "attention_dropout": 0.0,
     "core_attention_backend": "auto",
+    "cp_comm_type": None,
     "kv_assembly": "auto",
     "recompute_up_proj": False,
     "mla_down_proj_fusion": False,

@@ -4,7 +4,14 @@ import math
 import pytest
 
 from mla_attention.configs import ConfigError, MLAConfig, glm5, tiny
-from mla_attention.configs.validation import _FIELD_RULES, DSA_FIELDS, YARN_FIELDS, validate
+from mla_attention.configs.validation import (
+    _FIELD_RULES,
+    CORE_ATTENTION_BACKENDS,
+    CP_COMM_TYPES,
+    DSA_FIELDS,
+    YARN_FIELDS,
+    validate,
+)
 
 DSA = {
     "experimental_attention_variant": "dsa",
@@ -129,6 +136,9 @@ def test_indexer_flags_are_bools(name: str) -> None:
         ("rope_type", None, "'rope', 'yarn'"),
         ("rope_type", ["yarn"], "'rope', 'yarn'"),
         ("core_attention_backend", "flash", "'auto', 'sdpa', 'varlen', 'te', 'flex', 'reference'"),
+        ("cp_comm_type", "ring", "None, 'p2p', 'all_gather', 'a2a'"),
+        ("cp_comm_type", "a2a+p2p", "None, 'p2p', 'all_gather', 'a2a'"),
+        ("cp_comm_type", ["p2p"], "None, 'p2p', 'all_gather', 'a2a'"),
         ("kv_assembly", "fast", "'auto', 'split', 'gemm'"),
         ("experimental_attention_variant", "gdn", "None, 'dsa'"),
         ("dsa_mode", "warmup", "'sparse', 'dense_warmup'"),
@@ -159,6 +169,21 @@ def test_ranges(name: str, value: object, allowed: str) -> None:
     assert message.startswith(f"{name} must be ")
     assert allowed in message
     assert message.endswith(f"got {value!r}")
+
+
+@pytest.mark.parametrize("given", CP_COMM_TYPES)
+def test_an_exchange_of_keys_needs_transformer_engines_dense_attention(given: str) -> None:
+    for backend in CORE_ATTENTION_BACKENDS:
+        if backend == "te":
+            assert tiny(cp_comm_type=given, core_attention_backend="te").cp_comm_type == given
+            continue
+        message = refusal(cp_comm_type=given, core_attention_backend=backend)
+        assert message.startswith(f"core_attention_backend must be 'te' with cp_comm_type={given!r}")
+        assert message.endswith(f"got {backend!r}")
+    message = refusal(cp_comm_type=given, core_attention_backend="te", **DSA)
+    assert message == f'cp_comm_type must be None with experimental_attention_variant="dsa", got {given!r}'
+    message = refusal(cp_comm_type=given, core_attention_backend="te", qk_clip=True)
+    assert message.startswith(f"qk_clip must be False with cp_comm_type={given!r}")
 
 
 def test_beta_fast_is_not_below_beta_slow() -> None:

@@ -269,6 +269,16 @@ def test_configs_of_another_layer_are_refused(megatron, field, value):
     assert "\n" not in str(raised.value)
 
 
+def test_how_ranks_exchange_keys_is_nothing_to_a_layer_on_one(megatron):
+    """Megatron's training script sets "p2p" by default, whatever the ranks."""
+    from mla_attention.integrations.megatron_layer import mla_config
+
+    config = megatron_cpu.config_like(tiny())
+    expected = mla_config(config)
+    config.cp_comm_type = "p2p"
+    assert mla_config(config) == expected
+
+
 def test_arguments_of_inference_are_refused(megatron):
     from megatron.core.transformer.spec_utils import build_module
 
