@@ -94,7 +94,7 @@ class MLASelfAttention(nn.Module):
         self.config = config
         self.layer_number = layer_number
         self.backend = backend
-        self.comm = Communication.of_groups(tp_group, cp_group)
+        self.comm = Communication.of_groups(tp_group, cp_group, config.cp_comm_type)
         self.num_heads = self.comm.heads_of_rank(config.num_attention_heads)  # n, of this rank
         self.softmax_scale = softmax_scale(config)
         self.rotary = build_rotary(config)
@@ -280,7 +280,8 @@ class MLASelfAttention(nn.Module):
     def _key_latents(
         self, kv_latent: Tensor, k_pe: Tensor, tokens: TokenLayout, started: KeysUnderWay | None
     ) -> tuple[Tensor, Tensor]:
-        """Latents of all keys, gathered over context-parallel ranks: Rkv+Dr channels a token, not keys and values."""
+        """Latents of all keys, gathered over context-parallel ranks: Rkv+Dr channels a token, not keys and values. With
+        a `cp_comm_type` those of the rank's own keys: core attention exchanges keys and values."""
         kv_latent, k_pe = self.comm.to_all_keys(kv_latent, k_pe, order=tokens.order, started=started)
         return kv_latent, k_pe
 

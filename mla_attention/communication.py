@@ -6,6 +6,7 @@ outside (`mla_attention.parallel`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -29,6 +30,8 @@ class Communication:
 
     Tensors `[rows, ..]` have the sequence axis first. Under sequence parallelism a rank of the tensor-parallel group
     holds a slice of the rows outside the head-sharded region and all of them inside it.
+
+    With a `cp_comm_type` keys stay on their context-parallel rank: core attention exchanges them (`MLAConfig`).
     """
 
     tp_rank: int = 0
@@ -36,9 +39,12 @@ class Communication:
     cp_rank: int = 0
     cp_size: int = 1
     sequence_parallel: bool = False
+    cp_comm_type: str | None = None
 
     @staticmethod
-    def of_groups(tp_group: ProcessGroup | None, cp_group: ProcessGroup | None) -> Communication:
+    def of_groups(
+        tp_group: ProcessGroup | None, cp_group: ProcessGroup | None, cp_comm_type: str | None = None
+    ) -> Communication:
         """The steps over these process groups.
 
         Raises:
@@ -48,7 +54,7 @@ class Communication:
             return ONE_RANK
         from mla_attention.parallel.group_communication import GroupCommunication
 
-        return GroupCommunication.over(tp_group, cp_group)
+        return GroupCommunication.over(tp_group, cp_group, cp_comm_type=cp_comm_type)
 
     @property
     def tp_group(self) -> ProcessGroup | None:
@@ -56,20 +62,28 @@ class Communication:
         return None
 
     def attach(self, layer: nn.Module) -> None:
-        """Let the layer's parameters sum their gradients over the ranks that each see a part of the tokens."""
+        """Let the layer's parameters sum their gradients over the ranks that each see a part of the tokens, and its
+        core attention know with whom to exchange keys, where it does."""
         return
 
     def heads_of_rank(self, heads: int) -> int:
         """Heads that this rank holds.
 
         Raises:
-            ValueError: if the tensor-parallel ranks do not divide the heads.
+            ValueError: if the tensor-parallel ranks do not divide the heads, or "a2a" cannot deal out a rank's.
         """
         if heads % self.tp_size:
             raise ValueError(
                 f"num_attention_heads: given {heads}, allowed are multiples of the tensor-parallel size {self.tp_size}"
             )
-        return heads // self.tp_size
+        own = heads // self.tp_size
+        multiple = math.lcm(2, self.cp_size)  # 2: Transformer Engine's own rule
+        if self.cp_comm_type == "a2a" and self.cp_size > 1 and own % multiple:
+            raise ValueError(
+                f"cp_comm_type: given 'a2a' for {own} heads on each of {self.cp_size} context-parallel ranks, "
+                f"allowed are multiples of {multiple} heads, or 'p2p' and 'all_gather'"
+            )
+        return own
 
     def share(self, dim: int) -> Share | None:
         """The part of a weight, cut by heads along `dim`, that this rank holds; None for the whole."""
@@ -115,7 +129,8 @@ class Communication:
     def to_all_keys(
         self, *latents: Tensor, order: KeyOrder | None, started: KeysUnderWay | None = None
     ) -> tuple[Tensor, ...]:
-        """Per-token key latents `[S/cp, .., R]`, gathered over context-parallel ranks into global order."""
+        """Per-token key latents `[S/cp, .., R]`, gathered over context-parallel ranks into global order; as they are
+        where core attention exchanges keys."""
         return latents
 
     def sum_over_context(self, value: Tensor) -> Tensor:

@@ -74,7 +74,8 @@ def lay_out_tokens(
     cos, sin = layer.rotary.cos_sin(length, device=device)
     if cp_size == 1:
         return TokenLayout(batch, rows, cos, sin, packed, positions, attention_mask)
-    keys = TokenLayout(batch, key_rows, cos, sin, packed, key_positions)
+    # of the keys of all ranks; with a cp_comm_type each rank's keys are its own rows
+    keys = None if comm.cp_comm_type else TokenLayout(batch, key_rows, cos, sin, packed, key_positions)
     if packed is None and positions is None:
         cos, sin = layer.rotary.cos_sin(length, device=device, cp_rank=comm.cp_rank, cp_size=cp_size)
     return TokenLayout(

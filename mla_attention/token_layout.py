@@ -27,7 +27,7 @@ class TokenLayout:
         attention_mask: bool broadcastable to `[B, 1, S, S]`, True = masked, or None.
         cp_rank, cp_size: the context-parallel shard that `rows` are.
         gathered: layout of the keys where they are not the same rows: those of all context-parallel ranks in global
-            order, with uncut tables; None with one rank.
+            order, with uncut tables; None with one rank, and where core attention exchanges the keys.
         order: the permutation that brings the rows of all context-parallel ranks into global order; None with one rank.
         key_rows: length of the key axis: rows * cp_size.
     """

@@ -15,7 +15,7 @@ Under context parallelism sdpa serves both layouts, flex or reference a pack who
 A layer with `backend="te"` runs the back end "te" first, wherever that refuses nothing: on CUDA, without an attention
 mask, on one context-parallel rank, and not in the packed combination whose gradients older cuDNN gets wrong (`te.py`).
 Everywhere else the table holds, on CUDA with a warning that says why. Layers with `backend="torch"` reach "te" only by
-its name.
+its name, and context-parallel ones only by its name and a `cp_comm_type`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def build_core_attention(config: MLAConfig, scale: float, backend: str = "torch"
     if name == "auto":
         return AutoAttention(*dims, prefer_te=backend == "te")
     if name == "te":
-        return TEAttention(*dims)
+        return TEAttention(*dims, cp_comm_type=config.cp_comm_type)
     if name in _CLASSES:
         return _CLASSES[name](*dims)
     raise ConfigError(f"core_attention_backend: given {name!r}, allowed are {', '.join(BACKENDS)}")

@@ -24,7 +24,7 @@ class CoreAttention(nn.Module):
     """
 
     name = ""
-    context_parallel = False  # whether `forward` serves a shard of the rows against the keys of all ranks
+    context_parallel = False  # whether `forward` serves a shard of the rows
 
     def __init__(self, qk_dim: int, v_dim: int, scale: float, dropout: float = 0.0) -> None:
         super().__init__()
@@ -39,7 +39,8 @@ class CoreAttention(nn.Module):
 
         Args:
             query, key: `[S, B, n, Dq]`, packed `[T, n, Dq]`; value the same with Dv, any strides with a unit last one.
-                Under context parallelism query has the rank's rows, key and value those of all ranks in global order.
+                Under context parallelism query has the rank's rows, key and value those of all ranks in global order;
+                with a `cp_comm_type` the rank's rows too.
             tokens: the layout of the query's rows.
 
         Returns:
@@ -58,7 +59,10 @@ class CoreAttention(nn.Module):
         """
         reason = self.refusal(device, packed=packed)
         if reason is None and cp_size > 1 and not self.context_parallel:
-            reason = "with context parallelism allowed are 'auto', 'sdpa', 'varlen', 'flex' and 'reference'"
+            reason = (
+                "with context parallelism allowed are 'auto', 'sdpa', 'varlen', 'flex' and 'reference', "
+                "or 'te' with a cp_comm_type"
+            )
         if reason is not None:
             raise ValueError(
                 f"core_attention_backend: given {self.name!r} for qk dim {self.qk_dim}, v dim {self.v_dim}, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -37,7 +38,7 @@ def parallelize(
     """Spread every `MLASelfAttention` of a module over a mesh, in place.
 
         tp      q and kv up projections by heads (rows), linear_proj by columns: DTensors under the same names
-        cp      zigzag shards of the sequence; the key latents are gathered
+        cp      zigzag shards of the sequence; the key latents are gathered, or see `MLAConfig.cp_comm_type`
         dp      `fully_shard` (FSDP2) of each attention layer
 
     Replicated parameters stay plain tensors whose gradients are complete when backward returns; parameters of the first
@@ -78,15 +79,16 @@ def parallelize(
         given = f"{type(mesh).__name__} without named dims" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
         raise ValueError(f"mesh: given {given}, allowed is a torch DeviceMesh with named dims")
     groups = {name: _group(mesh, dim, name) for name, dim in (("tp", tp_dim), ("cp", cp_dim), ("dp", dp_dim))}
-    comm = GroupCommunication.over(groups["tp"], groups["cp"], sequence_parallel=sequence_parallel)
+    every = GroupCommunication.over(groups["tp"], groups["cp"], sequence_parallel=sequence_parallel)
     layers = [part for part in module.modules() if isinstance(part, MLASelfAttention)]
     if not layers:
         raise ValueError(
             f"module: given a {type(module).__name__} without an MLASelfAttention, allowed is one with some"
         )
-    for layer in layers:
+    comms = [replace(every, cp_comm_type=layer.config.cp_comm_type) for layer in layers]
+    for layer, comm in zip(layers, comms, strict=True):
         _check(layer, comm)
-    for layer in layers:
+    for layer, comm in zip(layers, comms, strict=True):
         for group in groups.values():
             _take_first_ranks_parameters(layer, group)
         if comm.tp is not None:

@@ -6,7 +6,8 @@
 
 (forward | backward.) All latents of a token travel as one row: q_latent, kv_latent and the shared rotary key cross the
 tensor-parallel boundary in one collective each way, so the gradient of the rotary key is summed over the heads of all
-ranks exactly once. Under context parallelism Rkv+Dr channels a token travel, not the keys and values of all heads.
+ranks exactly once. Under context parallelism Rkv+Dr channels a token travel, not the keys and values of all heads;
+unless a `cp_comm_type` leaves it to Transformer Engine's core attention to exchange these.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from mla_attention.communication import Communication, KeysUnderWay
+from mla_attention.core_attention.te import TEAttention
 from mla_attention.fusions.host_checks import values_are_validated
 from mla_attention.layers.torch_layers import Linear, LocalParameters, identity
 from mla_attention.parallel import collectives
@@ -42,7 +44,11 @@ class GroupCommunication(Communication):
 
     @staticmethod
     def over(
-        tp_group: ProcessGroup | None, cp_group: ProcessGroup | None, *, sequence_parallel: bool = False
+        tp_group: ProcessGroup | None,
+        cp_group: ProcessGroup | None,
+        *,
+        sequence_parallel: bool = False,
+        cp_comm_type: str | None = None,
     ) -> GroupCommunication:
         """The steps over these process groups; a group of one rank is none.
 
@@ -68,6 +74,7 @@ class GroupCommunication(Communication):
             cp_rank=0 if cp is None else cp.rank,
             cp_size=1 if cp is None else cp.size,
             sequence_parallel=sequence_parallel,
+            cp_comm_type=cp_comm_type,
             tp=tp,
             cp=cp,
         )
@@ -78,6 +85,8 @@ class GroupCommunication(Communication):
 
     def attach(self, layer: nn.Module) -> None:
         for name, part in layer.named_modules():
+            if isinstance(part, TEAttention):
+                part.exchange_over(self.cp)
             if not isinstance(part, LocalParameters):
                 continue
             on_slices = self.sequence_parallel and name in ON_SEQUENCE_SLICES
@@ -127,14 +136,14 @@ class GroupCommunication(Communication):
 
     def start_to_all_keys(self, *latents: Tensor) -> collectives.KeysOnTheWay | None:
         # Over tensor-parallel ranks all latents cross to the heads first, in one collective that needs the query's too.
-        if self.cp is None or self.tp is not None or torch.compiler.is_compiling():
+        if self.cp is None or self.tp is not None or self.cp_comm_type is not None or torch.compiler.is_compiling():
             return None
         return collectives.KeysOnTheWay(_side_by_side(latents), self.cp.group)
 
     def to_all_keys(
         self, *latents: Tensor, order: KeyOrder | None, started: KeysUnderWay | None = None
     ) -> tuple[Tensor, ...]:
-        if self.cp is None or order is None:
+        if self.cp is None or order is None or self.cp_comm_type is not None:
             return latents
         if started is None:
             gathered = collectives.gather_keys(_side_by_side(latents), self.cp.group, order)

@@ -2,14 +2,21 @@
 
 It has what the layers here rely on: modules that register their parameters, draw them unless on the meta device, keep
 an `_extra_state`, ask `_get_weight_tensors` for their weight, and answer with a view made inside an autograd Function.
+
+Under context parallelism its attention gathers keys and values, whatever the `cp_comm_type`, and holds the caller to
+what each type demands of heads, lengths and offsets. Which rows a rank holds is written down here once more, after
+Transformer Engine's `thd_partition_indices_kernel`.
 """
 
+import math
 import sys
 from contextlib import contextmanager
+from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -108,21 +115,63 @@ class LayerNorm(RMSNorm):
         self.bias = nn.Parameter(torch.empty(width, device=device))
 
 
+class Stream:
+    """A CUDA stream of a machine without CUDA."""
+
+    def __init__(self, device=None):
+        self.device = device
+
+
+class _GatherRanks(torch.autograd.Function):
+    """`[rows, ..]` of every rank, in rank order; their gradients summed and dealt out."""
+
+    @staticmethod
+    def forward(ctx, rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(rows) for _ in range(group.size())]
+        dist.all_gather(parts, rows.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(ctx.group.size())[ctx.group.rank()], None
+
+
+def rows_of_rank(offsets: list[int], rank: int, size: int) -> Tensor:
+    """Rows of the whole that a rank holds: chunks r and 2*size-1-r of each sequence, sequence by sequence."""
+    rows = []
+    for start, end in pairwise(offsets):
+        assert (end - start) % (2 * size) == 0
+        chunks = torch.arange(start, end).chunk(2 * size) if end > start else ()
+        rows += [chunks[i] for i in (rank, 2 * size - 1 - rank) if chunks]
+    return torch.cat(rows) if rows else torch.arange(0)
+
+
 class DotProductAttention(_Module):
     """Records how it was built and called; knows one backend, or none where a test says so."""
 
     has_backend = True
+    exchange: tuple = ()  # arguments of set_context_parallel_group
 
     def __init__(self, heads, channels, *, attention_dropout, softmax_scale):
         super().__init__()
         self.heads, self.channels, self.scale = heads, channels, softmax_scale
         assert attention_dropout == 0.0
 
+    def set_context_parallel_group(self, cp_group, cp_global_ranks, cp_stream, cp_comm_type="p2p"):
+        assert isinstance(cp_global_ranks, list)
+        assert isinstance(cp_stream, Stream)
+        self.exchange = (cp_group, cp_global_ranks, cp_stream, cp_comm_type)
+
     def forward(self, query, key, value, *, qkv_format, attn_mask_type, **packing):
         if not self.has_backend:
             raise ValueError(NO_BACKEND)
         assert query.shape[-2:] == (self.heads, self.channels[0])
         assert value.shape[-1] == self.channels[1]
+        if self.exchange:
+            return self.attend_across_ranks(query, key, value, qkv_format, attn_mask_type, **packing).flatten(-2)
         if qkv_format == "sbhd":
             assert attn_mask_type == "causal"
             return self.attend(query, key, value).flatten(-2)
@@ -138,6 +187,39 @@ class DotProductAttention(_Module):
             here = slice(start, end)
             output[here] = self.attend(query[here, None], key[here, None], value[here, None])[:, 0]
         return output.flatten(-2)
+
+    def attend_across_ranks(self, query, key, value, qkv_format, attn_mask_type, **packing):
+        group, ranks, _, comm_type = self.exchange
+        size, rank = group.size(), group.rank()
+        assert ranks == dist.get_process_group_ranks(group)
+        assert comm_type in ("p2p", "all_gather", "a2a")
+        assert comm_type != "a2a" or self.heads % math.lcm(2, size) == 0
+        assert key.shape[:-1] == query.shape[:-1] == value.shape[:-1]
+        assert all(t.is_contiguous() for t in (query, key, value))
+        offsets = [0, query.shape[0] * size]
+        if qkv_format == "sbhd":
+            assert attn_mask_type == "causal"
+            assert not packing
+        else:
+            assert (qkv_format, attn_mask_type) == ("thd", "padding_causal")
+            assert packing["cu_seqlens_q"].dtype == torch.int32
+            for name in ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
+                assert torch.equal(packing[name], packing["cu_seqlens_q"])
+            assert packing["cu_seqlens_q_padded"] is packing["cu_seqlens_q"]  # else: padding between sequences
+            offsets = packing["cu_seqlens_q"].tolist()
+            assert offsets[-1] == query.shape[0] * size  # rows past the last offset count to the last sequence
+            longest = packing["max_seqlen_q"]
+            assert longest == packing["max_seqlen_kv"] >= int(packing["cu_seqlens_q"].diff().max())
+            assert longest % (2 * size) == 0
+            query, key, value = query[:, None], key[:, None], value[:, None]
+        places = [rows_of_rank(offsets, r, size) for r in range(size)]
+        own, all_rows = places[rank], torch.cat(places)
+        sequence = torch.bucketize(torch.arange(offsets[-1]), torch.tensor(offsets[1:]), right=True)
+        seen = (all_rows <= own[:, None]) & (sequence[all_rows] == sequence[own, None])
+        keys, values = _GatherRanks.apply(key, group), _GatherRanks.apply(value, group)
+        heads_first = (t.permute(1, 2, 0, 3) for t in (query, keys, values))
+        output = F.scaled_dot_product_attention(*heads_first, attn_mask=seen, scale=self.scale).permute(2, 0, 1, 3)
+        return output if qkv_format == "sbhd" else output[:, 0]
 
     def attend(self, query, key, value):
         heads_first = (t.permute(1, 2, 0, 3) for t in (query, key, value))
@@ -158,6 +240,7 @@ def install(patch: pytest.MonkeyPatch, *, cudnn: tuple[int, ...] = (9, 19, 0)) -
         patch.setitem(sys.modules, name, module)
     patch.delitem(sys.modules, OURS, raising=False)
     patch.setattr(torch.cuda, "is_available", lambda: True)
+    patch.setattr(torch.cuda, "Stream", Stream)
     return te
 
 
