@@ -114,10 +114,8 @@ def _start_logits(q_shared, q_ready, b_keys, b_logit, n_heads):
 def _add_logits(b_sum, b_logit, b_weight, RELU: gl.constexpr):
     """sum + weight * relu(logits), here and not later; NaN stays NaN."""
     b_factor, _ = gl.broadcast(b_weight[:, None], b_sum)
-    if RELU:
-        CODE: gl.constexpr = "{ .reg .f32 t; max.NaN.f32 t, $1, 0f00000000; fma.rn.f32 $0, t, $2, $3; }"
-    else:
-        CODE: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
+    RELU_CODE: gl.constexpr = "{ .reg .f32 t; max.NaN.f32 t, $1, 0f00000000; fma.rn.f32 $0, t, $2, $3; }"
+    CODE: gl.constexpr = RELU_CODE if RELU else "fma.rn.f32 $0, $1, $2, $3;"
     return gl.inline_asm_elementwise(
         CODE, "=f,f,f,0", [b_logit, b_factor, b_sum], dtype=gl.float32, is_pure=False, pack=1
     )
