@@ -29,11 +29,16 @@ def order_key(x):
 
 
 @triton.jit
+def number_of(key):
+    """fp32 number with that key; x >= number_of(key) exactly when x's key is at least `key`."""
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def number_below(key):
     """fp32 number v with: x > v exactly when x's key is above `key`. -inf for the key of NaN."""
-    key = tl.where(key == -1, -2, key)  # -1 would be -0.0's, which no element has, and -0.0 is not below 0.0
-    bits = tl.where(key < 0, key ^ 0x7FFFFFFF, key)
-    return bits.to(tl.float32, bitcast=True)
+    # -1 would be -0.0's, which no element has, and -0.0 is not below 0.0
+    return number_of(tl.where(key == -1, -2, key))
 
 
 @triton.jit
@@ -84,39 +89,57 @@ def ranks(mask, SIZE: tl.constexpr):
 
 
 @triton.jit
-def find_boundary(b_key, filled, k, slack):
-    """(boundary, ties to take) of a tile that holds `filled` > k keys.
+def find_boundary(b_value, low, high, filled, k, slack):
+    """(boundary, ties to take) of a tile with `filled` > k keys, all of them low <= key <= high.
 
-    Ends early once a probe separates k to k + slack of them: no tie is to be taken then. Probes interpolate between
-    the counts at both ends; every third one halves the interval, whatever the distribution.
+    The tile, of less than 2^16 elements, holds keys, or scores: what is no number counts nowhere then. Ends early once
+    a probe separates k to k + slack elements: no tie is to be taken then.
+
+    Two probes a step are counted in one reduction. They lie around the place where the boundary would be if the
+    elements from `low` to `high` were spread evenly. In the first step they lie nearer to `low`, as a tail thins out;
+    every sixth step cuts into thirds, whatever the distribution.
     """
-    high = tl.max(b_key)
-    low = tl.min(tl.where(b_key == NO_KEY, high, b_key))
     from_low = filled  # count(key >= low)
     above = k * 0  # count(key > high)
     step = k * 0
     while low < high:
-        half = (low | high) - ((low ^ high) >> 1)  # mean, rounded up, without overflow
-        share = (from_low - k).to(tl.float32) / (from_low - above).to(tl.float32)
-        width = tl.minimum(tl.maximum(((high - low).to(tl.float32) * share).to(tl.int32), 1), high - low)
-        probe = tl.where((step % 3 == 2) | ((low ^ high) < 0), half, low + width)
-        count = tl.sum((b_key >= probe).to(tl.int32))
-        found = (count >= k) & (count <= k + slack)
-        low = tl.where(found, probe - 1, tl.where(count > k, probe, low))
-        high = tl.where(found, probe - 1, tl.where(count > k, high, probe - 1))
-        from_low = tl.where(count > k, count, from_low)
-        above = tl.where(found | (count < k), count, above)
+        share = (from_low - k).to(tl.float32) / (from_low - above).to(tl.float32)  # 0 < share < 1
+        spread = 0.2 * tl.minimum(share, 1.0 - share)
+        lower = tl.where(step == 0, 0.25 * share, tl.where(step % 6 == 5, 0.33, share - spread))
+        upper = tl.where(step == 0, 0.75 * share, tl.where(step % 6 == 5, 0.67, share + spread))
+        width = (high.to(tl.uint32, bitcast=True) - low.to(tl.uint32, bitcast=True)).to(tl.float32)  # int32 overflows
+        lower = low + tl.maximum((lower * width).to(tl.uint32), 1).to(tl.int32, bitcast=True)
+        upper = low + tl.maximum((upper * width).to(tl.uint32), 1).to(tl.int32, bitcast=True)
+        if b_value.dtype == tl.float32:
+            m_lower = b_value >= number_of(lower)
+            m_upper = b_value >= number_of(upper)
+        else:
+            m_lower = b_value >= lower
+            m_upper = b_value >= upper
+        counts = tl.sum(tl.where(m_upper, 65537, tl.where(m_lower, 1, 0)))
+        from_lower = counts & 0xFFFF
+        from_upper = counts >> 16
+        most = k + slack
+        if (from_lower < k) | (from_upper > most) | ((from_lower > most) & (from_upper < k)):
+            low = tl.where(from_upper > most, upper, tl.where(from_lower > most, lower, low))
+            from_low = tl.where(from_upper > most, from_upper, tl.where(from_lower > most, from_lower, from_low))
+            high = tl.where(from_lower < k, lower - 1, tl.where(from_upper < k, upper - 1, high))
+            above = tl.where(from_lower < k, from_lower, tl.where(from_upper < k, from_upper, above))
+        else:
+            low = tl.where(from_upper >= k, upper, lower) - 1
+            high = low
+            above = k
         step += 1
     return low, k - above
 
 
 @triton.jit
-def select(b_key, boundary, ties, SIZE: tl.constexpr):
-    """(mask of selected elements, rank of each among them, their number, ties met)."""
-    m_selected = b_key > boundary
+def select(b_value, boundary, ties, SIZE: tl.constexpr):
+    """(mask of selected elements, rank of each among them, their number, ties met) of keys, or of scores."""
+    m_selected = b_value > boundary
     tie_count = ties * 0
     if ties > 0:
-        m_tie = b_key == boundary
+        m_tie = b_value == boundary
         b_tie_rank, tie_count = ranks(m_tie, SIZE)
         m_selected = m_selected | (m_tie & (b_tie_rank < ties))
     b_rank, count = ranks(m_selected, SIZE)

@@ -49,6 +49,55 @@ _SMALLEST_CAPACITY = 1024
 _LARGEST_CAPACITY = 16384
 
 
+@triton.jit
+def _buffered_row(p_row, p_chosen, p_slots, begin, end, topk, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
+    """Top-k of the keys begin .. end - 1 of one row."""
+    o_block = tl.arange(0, BLOCK)
+    o_slot = tl.arange(0, CAPACITY)
+    bound = float("-inf")
+    start = begin
+    filled = begin * 0
+    unfinished = True
+    while unfinished:
+        # append what exceeds the bound, until the row ends or a block does not fit
+        b_next = load_scores(p_row, start, end, BLOCK)
+        fits = True
+        while fits & (start < end):
+            b_score = b_next
+            b_next = load_scores(p_row, start + BLOCK, end, BLOCK)  # ahead of its use
+            m_keep = ~(b_score <= bound)  # NaN is kept, and loses later
+            b_rank, kept = ranks(m_keep, BLOCK)
+            fits = filled + kept <= CAPACITY
+            if fits:
+                b_index = (start + o_block).to(tl.uint32).to(tl.int64)
+                b_entry = (b_score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | b_index
+                tl.store(p_slots + filled + b_rank, b_entry, mask=m_keep)
+                filled += kept
+                start += BLOCK
+        ended = start >= end
+
+        tl.debug_barrier()
+        b_entry = tl.load(p_slots + o_slot)
+        b_key = order_key((b_entry >> 32).to(tl.int32).to(tl.float32, bitcast=True))
+        b_key = tl.where(o_slot < filled, b_key, NO_KEY)
+        boundary = begin * 0 + (NO_KEY + 1)  # up to topk entries: all of them
+        ties = begin * 0
+        if filled > topk:
+            high = tl.max(b_key)
+            low = tl.min(tl.where(b_key == NO_KEY, high, b_key))
+            boundary, ties = find_boundary(b_key, low, high, filled, topk, 0)
+        m_selected, b_rank, count, _ = select(b_key, boundary, ties, CAPACITY)
+        tl.debug_barrier()  # the whole buffer is in registers before any entry moves
+        if ended:
+            tl.store(p_chosen + b_rank, b_entry & 0xFFFFFFFF, mask=m_selected)
+            tl.store(p_chosen + o_slot, -1, mask=(o_slot >= count) & (o_slot < topk))
+        else:
+            tl.store(p_slots + b_rank, b_entry, mask=m_selected)
+            bound = number_below(boundary)
+        filled = count
+        unfinished = ~ended
+
+
 @triton.jit(do_not_specialize=["n_rows", "n_keys", "row_stride", "first_row", "topk", "out_stride", "buffer_stride"])
 def _topk_buffered_kernel(
     p_scores,  # fp32 [T, S]
@@ -67,58 +116,26 @@ def _topk_buffered_kernel(
     RANGE: tl.constexpr,
     BLOCK: tl.constexpr,
     CAPACITY: tl.constexpr,  # >= topk + BLOCK
+    TURNS: tl.constexpr,
 ):
-    o_block = tl.arange(0, BLOCK)
-    o_slot = tl.arange(0, CAPACITY)
     p_slots = p_buffer + tl.program_id(0).to(tl.int64) * buffer_stride
-    i_row = tl.program_id(0)
-    while i_row < n_rows:
-        p_row = p_scores + i_row.to(tl.int64) * row_stride
-        p_chosen = p_out + i_row.to(tl.int64) * out_stride
-        begin, end = row_range(p_begin, p_end, i_row, n_keys, first_row, RANGE)
-        bound = float("-inf")
-        start = begin
-        filled = begin * 0
-        unfinished = True
-        if p_todo is not None:
-            unfinished = tl.load(p_todo + i_row) != 0
-        while unfinished:
-            # append what exceeds the bound, until the row ends or a block does not fit
-            b_next = load_scores(p_row, start, end, BLOCK)
-            fits = True
-            while fits & (start < end):
-                b_score = b_next
-                b_next = load_scores(p_row, start + BLOCK, end, BLOCK)  # ahead of its use
-                m_keep = ~(b_score <= bound)  # NaN is kept, and loses later
-                b_rank, kept = ranks(m_keep, BLOCK)
-                fits = filled + kept <= CAPACITY
-                if fits:
-                    b_index = (start + o_block).to(tl.uint32).to(tl.int64)
-                    b_entry = (b_score.to(tl.int32, bitcast=True).to(tl.int64) << 32) | b_index
-                    tl.store(p_slots + filled + b_rank, b_entry, mask=m_keep)
-                    filled += kept
-                    start += BLOCK
-            ended = start >= end
-
-            tl.debug_barrier()
-            b_entry = tl.load(p_slots + o_slot)
-            b_key = order_key((b_entry >> 32).to(tl.int32).to(tl.float32, bitcast=True))
-            b_key = tl.where(o_slot < filled, b_key, NO_KEY)
-            boundary = begin * 0 + (NO_KEY + 1)  # up to topk entries: all of them
-            ties = begin * 0
-            if filled > topk:
-                boundary, ties = find_boundary(b_key, filled, topk, 0)
-            m_selected, b_rank, count, _ = select(b_key, boundary, ties, CAPACITY)
-            tl.debug_barrier()  # the whole buffer is in registers before any entry moves
-            if ended:
-                tl.store(p_chosen + b_rank, b_entry & 0xFFFFFFFF, mask=m_selected)
-                tl.store(p_chosen + o_slot, -1, mask=(o_slot >= count) & (o_slot < topk))
-            else:
-                tl.store(p_slots + b_rank, b_entry, mask=m_selected)
-                bound = number_below(boundary)
-            filled = count
-            unfinished = ~ended
-        i_row += tl.num_programs(0)
+    o_turn = tl.arange(0, TURNS)
+    turns = tl.cdiv(n_rows - tl.program_id(0), tl.num_programs(0))  # rows of this program
+    first_turn = 0
+    while first_turn < turns:
+        m_left = o_turn < turns - first_turn
+        if p_todo is not None:  # many rows looked up at once, as hardly any is left
+            o_row = tl.program_id(0) + (first_turn + o_turn) * tl.num_programs(0)
+            m_left = tl.load(p_todo + o_row, mask=m_left, other=0) != 0
+        i_turn = tl.min(tl.where(m_left, o_turn, TURNS))
+        while i_turn < TURNS:
+            i_row = tl.program_id(0) + (first_turn + i_turn) * tl.num_programs(0)
+            p_row = p_scores + i_row.to(tl.int64) * row_stride
+            p_chosen = p_out + i_row.to(tl.int64) * out_stride
+            begin, end = row_range(p_begin, p_end, i_row, n_keys, first_row, RANGE)
+            _buffered_row(p_row, p_chosen, p_slots, begin, end, topk, BLOCK, CAPACITY)
+            i_turn = tl.min(tl.where(m_left & (o_turn > i_turn), o_turn, TURNS))
+        first_turn += TURNS
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_keys", "row_stride", "first_row", "topk", "out_stride"])
@@ -190,8 +207,8 @@ class TopkBlocks:
 
     capacity: int  # entries of a row's buffer, a power of two, >= 2 * topk
     num_warps: int
-    sample: int  # elements that judge a long row; 0: the buffered kernel takes every row
-    group: int  # neighbours in the sample
+    sample: int  # elements that judge a long row, a power of two; 0: the buffered kernel takes every row
+    group: int  # neighbours in the sample, a power of two of at least 4
     mark_block: int  # elements a step of the sampled kernel's read
     programs_per_sm: int
     max_registers: int | None  # per thread; more registers, fewer resident programs
@@ -218,6 +235,16 @@ def choose_topk_blocks(topk: int, keys: int | None = None) -> TopkBlocks | None:
         programs_per_sm=16 // warps,
         max_registers=128,
     )
+
+
+def choose_sample(blocks: TopkBlocks, topk: int, keys: int) -> tuple[int, int]:
+    """(elements of the sample, neighbours in it): four times as many, in groups twice as large, for the longest rows.
+
+    These are rows with fewer than 120 of their topk largest elements in the smaller sample, that is, for a topk of
+    2048, with more than 35k keys. The larger one serves up to 140k keys as well, and fails one row in 500 at 256k.
+    """
+    few = blocks.sample * topk < 120 * keys
+    return (4 * blocks.sample, 2 * blocks.group) if few else (blocks.sample, blocks.group)
 
 
 def _wide_loads(scores: Tensor) -> int:
@@ -271,28 +298,29 @@ def launch_topk(
     todo = None
     if blocks.sample and keys > 2 * blocks.capacity:
         align = _wide_loads(scores)
+        sample, group = choose_sample(blocks, topk, keys)
         todo = torch.empty(rows, dtype=torch.int32, device=device)
-        words = triton.cdiv(keys + align, blocks.mark_block) * blocks.mark_block // 32
+        marks = triton.cdiv(keys + align, blocks.mark_block) * blocks.mark_block // 32
         topk_sampled_kernel[(programs,)](
             scores,
             begin,
             end,
             out,
             todo,
-            torch.empty((programs, words), dtype=torch.int32, device=device),
-            torch.empty((programs, blocks.capacity), dtype=torch.int32, device=device),
+            torch.empty((programs, marks), dtype=torch.int32, device=device),
+            torch.empty((programs, 2 * blocks.capacity), dtype=torch.int32, device=device),
             rows,
             keys,
             scores.stride(0) // align,
             *shape,
-            words,
+            marks,
             RANGE=key_range,
             ALIGN=align,
             BLOCK=blocks.mark_block,
             WORDS=1024,
             CAPACITY=blocks.capacity,
-            SAMPLE=blocks.sample,
-            GROUP=blocks.group,
+            SAMPLE=sample,
+            GROUP=group,
             **options,
         )
     _topk_buffered_kernel[(programs,)](
@@ -310,6 +338,7 @@ def launch_topk(
         RANGE=key_range,
         BLOCK=min(2048, blocks.capacity // 2),
         CAPACITY=blocks.capacity,
+        TURNS=128,
         **options,
     )
 

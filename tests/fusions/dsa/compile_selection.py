@@ -51,8 +51,8 @@ def compile_scores(target: Target, preset: str, key_range: int, dtype: str, unit
     return {"spills": compiled.spills, "shared": compiled.shared, "blocks": asdict(blocks)}
 
 
-def compile_topk(target: Target, preset: str, key_range: int, units: int = 12345) -> dict:
-    """Facts of the three top-k kernels."""
+def compile_topk(target: Target, preset: str, key_range: int, units: int = 12345, keys: int = 32768) -> dict:
+    """Facts of the three top-k kernels, the sampled one as for rows of so many keys."""
     from mla_attention.fusions.dsa import topk_select as kernels
     from mla_attention.fusions.dsa.topk_sampled import topk_sampled_kernel
 
@@ -63,6 +63,7 @@ def compile_topk(target: Target, preset: str, key_range: int, units: int = 12345
     limits = torch.empty(64, dtype=torch.int32) if key_range == 2 else None
     matrix, out, index = torch.empty(64, 64), torch.empty(64, 64, dtype=torch.int64), torch.empty(64, dtype=torch.int32)
     shape = (units, units, units, 0, topk, topk)
+    sample, group = kernels.choose_sample(blocks, topk, keys)
     sampled = compile_kernel(
         topk_sampled_kernel,
         (matrix, limits, limits, out, index, index, index, *shape, units),
@@ -73,8 +74,8 @@ def compile_topk(target: Target, preset: str, key_range: int, units: int = 12345
         BLOCK=blocks.mark_block,
         WORDS=1024,
         CAPACITY=blocks.capacity,
-        SAMPLE=blocks.sample,
-        GROUP=blocks.group,
+        SAMPLE=sample,
+        GROUP=group,
         **options,
     )
     buffered = compile_kernel(
@@ -85,6 +86,7 @@ def compile_topk(target: Target, preset: str, key_range: int, units: int = 12345
         RANGE=key_range,
         BLOCK=min(2048, blocks.capacity // 2),
         CAPACITY=blocks.capacity,
+        TURNS=128,
         **options,
     )
     bisected = compile_kernel(
@@ -101,6 +103,7 @@ def compile_topk(target: Target, preset: str, key_range: int, units: int = 12345
         "flushes denormals in comparisons": "setp.gt.ftz" in text or "setp.gtu.ftz" in text,
         "atomics": text.count("atom.") + text.count("red.global"),
         "votes": text.count("redux.sync"),
+        "shared": sampled.shared,
         "scatters through shared memory": sampled.ttgir.count("-> tensor<4096xi64"),
     }
 
@@ -128,6 +131,7 @@ def compile_all(target: Target) -> dict:
         "topk": {
             "presets": compile_topk(target, "glm5", 1),
             "presets packed": compile_topk(target, "glm5", 2),
+            "presets long": compile_topk(target, "glm5", 1, keys=131072),
             "odd": compile_topk(target, "odd", 1),
         },
     }

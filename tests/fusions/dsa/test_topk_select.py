@@ -9,7 +9,7 @@ import torch
 from mla_attention.fusions import reference, topk_select
 from mla_attention.fusions.dsa import topk_select as kernels
 from mla_attention.fusions.dsa.topk_pieces import CAUSAL, RANGES
-from mla_attention.fusions.dsa.topk_select import TopkBlocks, choose_topk_blocks, launch_topk
+from mla_attention.fusions.dsa.topk_select import TopkBlocks, choose_sample, choose_topk_blocks, launch_topk
 from tests.aot.harness import in_fresh_process
 from tests.fusions.dsa import selection_oracles as oracles
 from tests.guards import guarded, guarded_allocations
@@ -95,14 +95,74 @@ def test_sampled_kernel_does_rows_whose_largest_scores_are_zeros(left):
     assert torch.equal(out, oracles.select(scores, 100))
 
 
+def sampled_keys(topk, keys):
+    """The keys that SAMPLED looks at first, of rows that begin at wide loads."""
+    sample, group = choose_sample(SAMPLED, topk, keys)
+    i_group, width = torch.arange(sample // group), keys // (sample // group)
+    start = i_group * width + ((i_group * 7919 % 256) * (width - group + 1) >> 8)
+    return ((start // 4 * 4)[:, None] + torch.arange(group)).flatten()
+
+
+def test_sampled_kernel_leaves_rows_whose_sample_misleads(left):
+    scores = torch.rand(3, 1024)
+    sampled = sampled_keys(100, 1024)
+    scores[0, sampled] = 1.0 + torch.rand(sampled.shape)  # fewer than topk exceed the bound
+    scores[1] = 1.0 + scores[1]
+    scores[1, sampled] = torch.rand(sampled.shape)  # more than there are slots
+    launch(scores.to(DEVICE), 100, blocks=SAMPLED)
+    assert left[0].tolist() == [1, 1, 0]
+
+
 def test_sampled_kernel_never_takes_a_nan_for_a_number():
-    group = torch.arange(32)  # the sample that SAMPLED takes of 1024 keys, four neighbours in each 32
-    sampled = (group * 32 + ((group * 7919 % 256) * 29 >> 8))[:, None] + torch.arange(4)
     scores = torch.rand(1024)
     scores[torch.randperm(1024)[:200]] = math.nan
-    scores[sampled.flatten()] = 1.0 + torch.rand(128)  # misleads: far fewer than topk exceed the bound
+    sampled = sampled_keys(100, 1024)
+    scores[sampled] = 1.0 + torch.rand(sampled.shape)  # misleads: fewer than topk exceed the bound
     scores = scores[None].to(DEVICE)
     assert torch.equal(launch(scores, 100, blocks=SAMPLED), oracles.select(scores, 100))
+
+
+@pytest.mark.parametrize(("keys", "rows"), [(32768, 4), (34950, 2), (131072, 2)])
+def test_sampled_kernel_leaves_no_row_of_the_presets(keys, rows, left):
+    scores = torch.randn(rows, keys).to(DEVICE)
+    scores[0] = scores[0].relu() - 3.0 * torch.rand(keys, device=DEVICE) ** 20  # masses of one value below the top
+    out = launch(scores, 2048, blocks=choose_topk_blocks(2048))
+    assert left[0].tolist() == [0] * rows
+    assert torch.equal(out, reference.topk_select(scores, 2048))
+
+
+def chance_of_at_least(hits: int, *, marked: int, drawn: int, keys: int) -> float:
+    """Of `keys` keys, `marked` are marked and `drawn` are drawn: the chance that `hits` or more of these are marked."""
+    k = torch.arange(hits, min(drawn, marked) + 1, dtype=torch.float64)
+
+    def log_choose(n, m):
+        return torch.lgamma(n + 1.0) - torch.lgamma(m + 1.0) - torch.lgamma(n - m + 1.0)
+
+    n, m, all_keys = (torch.tensor(float(x), dtype=torch.float64) for x in (drawn, marked, keys))
+    return float((log_choose(m, k) + log_choose(all_keys - m, n - k) - log_choose(all_keys, n)).exp().sum())
+
+
+@pytest.mark.parametrize("keys", [16384, 32768, 34952, 34953, 65536, 131072])
+def test_one_row_in_a_hundred_thousand_is_left(keys):
+    blocks = choose_topk_blocks(2048)
+    sample, _ = choose_sample(blocks, 2048, keys)
+    rank = int(0.985 * ((sample / keys * 2048) ** 0.5 + (sample / keys * blocks.capacity) ** 0.5) ** 2 / 4)
+    few = chance_of_at_least(rank, marked=2048, drawn=sample, keys=keys)
+    fits = chance_of_at_least(rank + rank // 32 + 1, marked=blocks.capacity, drawn=sample, keys=keys)
+    assert few + (1.0 - fits) < 1e-5
+
+
+@pytest.mark.parametrize("marks", [[0] * 11, [1] * 11, [0, 0, 1, 0, 0, 0, 0, 0, 0, 1, 1]])
+def test_buffered_kernel_takes_the_marked_rows_alone(marks):
+    scores = torch.randn(11, 300, device=DEVICE)
+    out = torch.full((11, 9), -7, device=DEVICE)
+    todo = torch.tensor(marks, dtype=torch.int32, device=DEVICE)
+    buffer = torch.empty(2, 256, dtype=torch.int64, device=DEVICE)
+    kernels._topk_buffered_kernel[(2,)](
+        *(scores, None, None, out, todo, buffer, 11, 300, 300, 0, 9, 9, 256), RANGE=0, BLOCK=128, CAPACITY=256, TURNS=4
+    )
+    expected = torch.where(todo[:, None] != 0, oracles.select(scores, 9), -7)
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -172,7 +232,9 @@ def test_rule_leaves_room_in_the_buffer(topk):
         return
     assert blocks.capacity >= 2 * topk
     assert blocks.mark_block % 32 == 0
-    assert blocks.sample // blocks.group * blocks.group <= 2 * blocks.capacity
+    assert choose_sample(blocks, topk, 10**6) == (4 * blocks.sample, 2 * blocks.group)
+    if topk == 2048:
+        assert choose_sample(blocks, topk, 32768) == (2048, 4)
 
 
 @pytest.mark.parametrize("function", [topk_select, reference.topk_select])
