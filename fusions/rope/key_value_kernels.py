@@ -174,7 +174,7 @@ def key_value_kernel(
         cp_size,
         p_ids,
         POSITIONS,
-        BLOCK_T == 1,
+        BLOCK_T - 1,
     )
     cos_l, cos_r = load_table_row(p_cos, position, m_token, table_rows, cos_stride, EMB, EMB_PADDED, POSITIONS)
     sin_l, sin_r = load_table_row(p_sin, position, m_token, table_rows, sin_stride, EMB, EMB_PADDED, POSITIONS)
@@ -262,7 +262,7 @@ def key_value_backward_kernel(
             cp_size,
             p_ids,
             POSITIONS,
-            BLOCK_T == 1,
+            BLOCK_T - 1,
         )
         cos_l, cos_r = load_table_row(p_cos, position, m_token, table_rows, cos_stride, EMB, EMB_PADDED, POSITIONS)
         sin_l, sin_r = load_table_row(p_sin, position, m_token, table_rows, sin_stride, EMB, EMB_PADDED, POSITIONS)

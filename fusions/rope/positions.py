@@ -67,39 +67,26 @@ def _find_sequence(o_token, p_offsets, n_sequences, search_steps, cp_size, SINGL
 
 
 @triton.jit
-def table_position(
-    o_token,
-    m_token,
-    tokens_per_row,
-    p_offsets,
-    n_sequences,
-    search_steps,
-    cp_rank,
-    cp_size,
-    p_ids,
-    POSITIONS: tl.constexpr,
-    SINGLE: tl.constexpr,
-):
-    """Table row (int64) of int32 tokens, a block, or a scalar with SINGLE; `tokens_per_row` tokens share a row."""
-    if POSITIONS == BY_ROW:
-        position = (o_token // tokens_per_row).to(tl.int64)
-    elif POSITIONS == BY_ID:
-        position = tl.load(p_ids + o_token // tokens_per_row, mask=m_token, other=0).to(tl.int64)
-    else:
-        sequence = _find_sequence(o_token, p_offsets, n_sequences, search_steps, cp_size, SINGLE)
-        start = tl.load(p_offsets + sequence).to(tl.int64)
-        if POSITIONS == PACKED:
-            position = o_token - start
-        else:
-            start = start // cp_size
-            end = tl.load(p_offsets + tl.minimum(sequence + 1, n_sequences)).to(tl.int64) // cp_size
-            offset = o_token - start
-            first = (end - start + 1) // 2
-            second = end - start - first
-            late = offset - first + cp_size * first + (cp_size - cp_rank - 1) * second
-            position = tl.where(offset < first, offset + cp_rank * first, late)
-        position = tl.where(sequence < n_sequences, position, 0)
-    return position
+def _sequence_range(p_offsets, sequence, n_sequences, cp_size, POSITIONS: tl.constexpr):
+    """Local start and end of sequences; both the last offset past the last one."""
+    start = tl.load(p_offsets + sequence).to(tl.int64)
+    end = tl.load(p_offsets + tl.minimum(sequence + 1, n_sequences)).to(tl.int64)
+    if POSITIONS == PACKED_ZIGZAG:
+        start = start // cp_size
+        end = end // cp_size
+    return start, end
+
+
+@triton.jit
+def _packed_position(o_token, sequence, start, end, n_sequences, cp_rank, cp_size, POSITIONS: tl.constexpr):
+    """Position within its sequence of each token, from the sequence's local start and end; 0 past the last sequence."""
+    offset = o_token - start
+    if POSITIONS == PACKED_ZIGZAG:
+        first = (end - start + 1) // 2
+        second = end - start - first
+        late = offset - first + cp_size * first + (cp_size - cp_rank - 1) * second
+        offset = tl.where(offset < first, offset + cp_rank * first, late)
+    return tl.where(sequence < n_sequences, offset, 0)
 
 
 @triton.jit
@@ -116,38 +103,38 @@ def block_positions(
     cp_size,
     p_ids,
     POSITIONS: tl.constexpr,
-    SINGLE: tl.constexpr,
+    REACH: tl.constexpr,
 ):
-    """Table rows (int64) of a block of tokens; with SINGLE all of it is i_token, which is looked for once."""
-    if SINGLE:
-        position = table_position(
-            i_token,
-            i_token < n_tokens,
-            tokens_per_row,
-            p_offsets,
-            n_sequences,
-            search_steps,
-            cp_rank,
-            cp_size,
-            p_ids,
-            POSITIONS,
-            True,
-        )
-        return position + (o_token * 0).to(tl.int64)
+    """Table rows (int64) of a block of int32 tokens i_token .. i_token + REACH; `tokens_per_row` tokens share a row.
+
+    The sequence of the first token is looked for alone. Where it holds the whole block, as almost always, that is all;
+    else each token is looked for.
+    """
+    if POSITIONS == BY_ROW:
+        if REACH == 0:
+            position = (i_token // tokens_per_row).to(tl.int64) + (o_token * 0).to(tl.int64)
+        else:
+            position = (o_token // tokens_per_row).to(tl.int64)
+    elif POSITIONS == BY_ID:
+        if REACH == 0:
+            position = tl.load(p_ids + i_token // tokens_per_row, mask=i_token < n_tokens, other=0).to(tl.int64)
+            position += (o_token * 0).to(tl.int64)
+        else:
+            position = tl.load(p_ids + o_token // tokens_per_row, mask=m_token, other=0).to(tl.int64)
     else:
-        return table_position(
-            o_token,
-            m_token,
-            tokens_per_row,
-            p_offsets,
-            n_sequences,
-            search_steps,
-            cp_rank,
-            cp_size,
-            p_ids,
-            POSITIONS,
-            False,
+        sequence = _find_sequence(i_token, p_offsets, n_sequences, search_steps, cp_size, True)
+        start, end = _sequence_range(p_offsets, sequence, n_sequences, cp_size, POSITIONS)
+        position = _packed_position(
+            o_token.to(tl.int64), sequence, start, end, n_sequences, cp_rank, cp_size, POSITIONS
         )
+        if REACH > 0:  # noqa: SIM102 (known to the compiler, unlike what follows)
+            if (sequence >= n_sequences) | (i_token + REACH >= end):
+                o_sequence = _find_sequence(o_token, p_offsets, n_sequences, search_steps, cp_size, False)
+                o_start, o_end = _sequence_range(p_offsets, o_sequence, n_sequences, cp_size, POSITIONS)
+                position = _packed_position(
+                    o_token.to(tl.int64), o_sequence, o_start, o_end, n_sequences, cp_rank, cp_size, POSITIONS
+                )
+    return position
 
 
 def position_arguments(

@@ -102,6 +102,9 @@ def rope_rows_kernel(
         m_nope = columns_mask(m_row, o_nope, NOPE, NOPE_PADDED)
         p_from = p_nope_in + o_s * nope_in_s + o_b * nope_in_b + o_head * nope_in_h + NOPE_IN_AT
         b_nope = tl.load(p_from[:, None] + o_nope[None, :], mask=m_nope, other=0.0)
+    REACH: tl.constexpr = (
+        BLOCK // HEADS - 1 if BLOCK % HEADS == 0 else 0 if HEADS % BLOCK == 0 else (HEADS + BLOCK - 2) // HEADS
+    )
     position = block_positions(
         i_token.to(tl.int32),
         o_token,
@@ -115,7 +118,7 @@ def rope_rows_kernel(
         cp_size,
         p_ids,
         POSITIONS,
-        HEADS % BLOCK == 0,
+        REACH,
     )
     cos_l, cos_r = load_table_row(p_cos, position, m_row, table_rows, cos_stride, EMB, EMB_PADDED, POSITIONS)
     sin_l, sin_r = load_table_row(p_sin, position, m_row, table_rows, sin_stride, EMB, EMB_PADDED, POSITIONS)
