@@ -30,7 +30,7 @@ def _sampled_bound(
     Of the sample, share * topk elements are expected among the topk largest of the row, share * CAPACITY among the
     CAPACITY largest, each with a standard deviation of less than its root. The bound must lie between the two: in the
     middle of the roots, 4.5 deviations from either, for a 16th of the row, topk 2048 and CAPACITY 4096. The chance
-    that a row of independent scores fails is 1e-6 then, 2e-6 for a 20th, 2e-3 for a 32nd; it is no matter how the
+    that a row of independent scores fails is 1e-6 then, 2e-5 for a 20th, 2e-3 for a 32nd; it is no matter how the
     scores are distributed.
     """
     i_group = tl.arange(0, SAMPLE // GROUP)
