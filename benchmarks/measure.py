@@ -37,7 +37,10 @@ RESULTS = Path(__file__).resolve().parent / "results"
 SCHEMA = 1
 STATUSES = ("ok", "wrong", "error", "skipped")
 _FLUSH_BYTES = 2**29  # at least four times the L2 of any current GPU
-_LEAD_CYCLES = 600_000  # about 0.3 ms at 2 GHz: longer than the host needs to queue one call
+_LEAD_US = 300.0  # how long the device is kept busy, at least, while the host queues a call
+_LEAD_MARGIN = 1.5  # over the time that the host was seen to need
+_LEAD_MOST_US = 50e3
+_CYCLES_PER_US = 2000  # of the busy wait, at about 2 GHz
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,17 +99,28 @@ class Lazy:
         return self._call()
 
 
+def lead_us(host_us: float) -> float:
+    """Return for how long the device waits before a call that the host needs ``host_us`` to queue.
+
+    Long enough that no kernel of the call waits for the host: what is timed is the device. In training the host runs
+    ahead in the same way, as long as its time (``host_us`` of a :class:`Timing`) is below the device's.
+    """
+    return min(max(_LEAD_US, _LEAD_MARGIN * host_us), _LEAD_MOST_US)
+
+
 class Stopwatch:
-    """Cold-L2, event-based, interleaved timing on the current CUDA device."""
+    """Cold-L2, event-based, interleaved timing of device work on the current CUDA device.
 
-    def __init__(self, flush_bytes: int = _FLUSH_BYTES, lead_cycles: int = _LEAD_CYCLES) -> None:
+    A call starts once the host has had time to queue all of it (:func:`lead_us`); the host's time is kept apart.
+    """
+
+    def __init__(self, flush_bytes: int = _FLUSH_BYTES) -> None:
         self._buffer = torch.randn(flush_bytes // 4, device="cuda")
-        self._lead_cycles = lead_cycles
 
-    def _once(self, call: Callable[[], object]) -> tuple[float, float]:
+    def _once(self, call: Callable[[], object], lead: float) -> tuple[float, float]:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._buffer.sum()
-        torch.cuda._sleep(self._lead_cycles)
+        torch.cuda._sleep(int(lead * _CYCLES_PER_US))
         host = time.perf_counter()
         start.record()
         call()
@@ -137,22 +151,24 @@ class Stopwatch:
         """
         failures: dict[str, Failure] = {}
         estimate: dict[str, float] = {}
+        leads: dict[str, float] = {}
         for name, call in variants.items():
             try:
                 for _ in range(warmup):
                     call()
                 torch.cuda.synchronize()
-                estimate[name] = self._once(call)[0]
+                estimate[name], host = self._once(call, _LEAD_US)
+                leads[name] = lead_us(host)
             except Exception as error:  # a failing peer is a result, not the end of the run
                 failures[name] = Failure("error", describe(error))
                 release_memory()
-        one_round = sum(estimate.values()) + 500.0 * len(estimate)
+        one_round = sum(estimate.values()) + sum(leads.values()) + 200.0 * len(estimate)
         repetitions = int(min(most, max(least, seconds * 1e6 / max(one_round, 1.0))))
         samples: dict[str, list[tuple[float, float]]] = {name: [] for name in estimate}
         for _ in range(repetitions):
             for name in list(samples):
                 try:
-                    samples[name].append(self._once(variants[name]))
+                    samples[name].append(self._once(variants[name], leads[name]))
                 except Exception as error:  # as above: recorded, and the others go on
                     failures[name] = Failure("error", describe(error))
                     del samples[name]

@@ -241,7 +241,7 @@ def choose_sample(blocks: TopkBlocks, topk: int, keys: int) -> tuple[int, int]:
     """(elements of the sample, neighbours in it): four times as many, in groups twice as large, for the longest rows.
 
     These are rows with fewer than 120 of their topk largest elements in the smaller sample, that is, for a topk of
-    2048, with more than 35k keys. The larger one serves up to 140k keys as well, and fails about one row in 800 at 256k.
+    2048, with more than 35k keys. The larger one serves up to 140k keys as well; at 256k it fails one row in 800.
     """
     few = blocks.sample * topk < 120 * keys
     return (4 * blocks.sample, 2 * blocks.group) if few else (blocks.sample, blocks.group)

@@ -49,7 +49,7 @@ def test_stopwatch_goes_on_after_a_failing_variant(script, monkeypatch):
     stopwatch = measure.Stopwatch.__new__(measure.Stopwatch)
     order = []
 
-    def once(call):
+    def once(call, lead):
         call()
         return (float(len(order)), 1.0)
 
@@ -126,3 +126,10 @@ def test_target_text(script):
     assert text({}) is None
     assert text({"meets_target": True, "checks": {"speedup": True}}) == "met"
     assert text({"meets_target": False, "checks": {"speedup": False, "packed": True}}) == "missed: speedup"
+
+
+def test_the_device_waits_longer_than_the_host_needs(script):
+    lead_us = script("measure").lead_us
+    assert lead_us(10.0) == 300.0
+    assert lead_us(800.0) == 1200.0
+    assert lead_us(1e6) == 50e3
