@@ -15,11 +15,9 @@ from mla_attention.checkpoint import load_hf_state_dict
 from mla_attention.configs import from_hf_config
 from tests.mla_attention.checkpoint.layers import NAMES
 
-PINNED = "5.24.0"
-transformers = pytest.importorskip("transformers")
-if transformers.__version__ != PINNED:
-    reason = f"compares with transformers {PINNED}, found {transformers.__version__}"
-    pytest.skip(reason, allow_module_level=True)
+PINNED = "5.24.0"  # compared with to fp32 rounding; `build_pair(any_release=True)` takes others, from OLDEST on
+OLDEST = "5.17"
+transformers = pytest.importorskip("transformers", minversion=OLDEST)
 
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2  # noqa: E402
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3  # noqa: E402
@@ -89,16 +87,28 @@ def published(family: str, **changes: object) -> dict[str, Any]:
     return {"model_type": family, **DIMS, **indexer, **changes}
 
 
-def build_pair(config: dict[str, Any], *, layer_idx: int = 0, seed: int = 0, **overrides: object) -> Pair:
+def build_pair(
+    config: dict[str, Any],
+    *,
+    layer_idx: int = 0,
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    any_release: bool = False,
+    **overrides: object,
+) -> Pair:
     """Build both layers of a published config; `overrides` are fields of ours."""
+    if transformers.__version__ != PINNED and not any_release:
+        pytest.skip(f"compares with transformers {PINNED}, found {transformers.__version__}")
     build_config, attention, rotary = FAMILIES[config["model_type"]]
     their_config = build_config(**{key: value for key, value in config.items() if key != "model_type"})
     their_config._attn_implementation = "eager"
     theirs = attention(their_config, layer_idx)
     randomise(theirs, seed)
-    ours = MLASelfAttention(from_hf_config(config, layer_idx=layer_idx, **overrides))
+    theirs.to(device=device, dtype=dtype)
+    ours = MLASelfAttention(from_hf_config(config, layer_idx=layer_idx, **overrides), device=device, dtype=dtype)
     load_hf_state_dict(ours, theirs.state_dict())
-    return Pair(theirs, rotary(their_config), ours)
+    return Pair(theirs, rotary(their_config).to(device), ours)
 
 
 def randomise(layer: nn.Module, seed: int) -> None:
@@ -110,16 +120,16 @@ def randomise(layer: nn.Module, seed: int) -> None:
             parameter.copy_(noise / parameter.shape[1] ** 0.5 if parameter.ndim == 2 else 1 + 0.3 * noise)
 
 
-def random_tokens(length: int = LENGTH, *, seed: int = 1) -> tuple[Tensor, Tensor]:
+def random_tokens(length: int = LENGTH, width: int = DIMS["hidden_size"], *, seed: int = 1) -> tuple[Tensor, Tensor]:
     """Return hidden states and an output gradient, both `[S, B, H]`."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (length, BATCH, DIMS["hidden_size"])
+    shape = (length, BATCH, width)
     return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
 
 
-def causal_mask(length: int) -> Tensor:
-    """Return their additive causal mask `[B, 1, S, S]`."""
-    return torch.full((length, length), float("-inf")).triu(1).expand(BATCH, 1, -1, -1)
+def causal_mask(length: int, like: Tensor) -> Tensor:
+    """Return their additive causal mask `[B, 1, S, S]`, of the dtype and on the device of `like`."""
+    return like.new_full((length, length), float("-inf")).triu(1).expand(BATCH, 1, -1, -1)
 
 
 def run_theirs(
@@ -129,14 +139,14 @@ def run_theirs(
     length = hidden.shape[0]
     hidden = hidden.transpose(0, 1).contiguous().requires_grad_()
     if positions is None:
-        positions = torch.arange(length).expand(BATCH, -1)
+        positions = torch.arange(length, device=hidden.device).expand(BATCH, -1)
     selected: list[Tensor] = []
     indexer = getattr(pair.theirs, "indexer", None)
     hook = indexer and indexer.register_forward_hook(lambda module, args, output: selected.append(output))
     output = pair.theirs(
         hidden_states=hidden,
         position_embeddings=pair.rotary(hidden, positions),
-        attention_mask=causal_mask(length),
+        attention_mask=causal_mask(length, hidden),
         **kwargs,
     )[0]
     if hook:
