@@ -8,7 +8,10 @@ log-sum-exp:
     lse = log(exp(lse_before) + exp(lse_own))
 
 Backward hands the merged out and lse to cuDNN's backward for each part: probabilities exp(x - lse) and the correction
-sum(dout * out) are then those of the whole row, so the parts' gradients add up to the whole one.
+sum(dout * out) are then those of the whole row, so the parts' gradients add up to the whole one, however the pairs of
+row and key are parted. cuDNN 9.19 on an H200 is slow there without a mask where v is narrower than q (192/128: 317
+TFLOP/s, causally 489; 256/256: 362 and 382). Long chunks of such widths therefore take the earlier keys in squares of c
+keys, and a square in two causal calls: on and below its diagonal, and, with rows and keys in reverse order, above it.
 
 Source: the merge of ring attention (arXiv 2310.01889); here keys are gathered and nothing rotates.
 """
@@ -17,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -27,6 +30,7 @@ from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from mla_attention.token_layout import TokenLayout
 
 _MERGE_HEADS = 8  # heads merged at once in fp32
+_TRIANGLE_ROWS = 2048  # of a chunk, from which two causal calls beat one without a mask
 _FORWARD = torch.ops.aten._scaled_dot_product_cudnn_attention
 _BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
@@ -158,6 +162,11 @@ class _Call(NamedTuple):
     lse_shape: torch.Size
     rest: tuple  # seed, offset, bias, cumulative and longest lengths
 
+    def of_rows(self, rows: int) -> _Call:
+        """The same for as many rows and keys."""
+        batch, heads, _, *one = self.lse_shape
+        return _Call(torch.Size((batch, heads, rows, *one)), (*self.rest[:-2], rows, rows))
+
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float) -> _Part:
     q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
@@ -183,6 +192,38 @@ def _attend_backward(
     dk = (dlogits * wide_q).sum(2, keepdim=True)
     dv = (p * wide_gradient).sum(2, keepdim=True)
     return (dlogits * wide_k).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _triangles_backward(views: tuple[Tensor, ...], lse: Tensor, call: _Call, scale: float) -> tuple[Tensor, ...]:
+    """As `_attend_backward` without a mask, for keys that are a multiple of the rows, by causal calls alone."""
+    gradient, q, k, v, output = views
+    size = q.shape[2]
+    whole, less = call.of_rows(size), call.of_rows(size - 1)
+    # Row i of the reversed square sees the keys up to its own index: those after its own, in the order that they lie.
+    reversed_rows = tuple(_reversed_rows(t)[:, :, 1:] for t in (gradient, q, output))
+    reversed_lse = lse.flip(2)[:, :, 1:].contiguous()
+    dq: Tensor | None = None
+    dkeys, dvalues = [], []
+    for keys, values in zip(k.split(size, 2), v.split(size, 2), strict=True):
+        lower = _attend_backward((gradient, q, keys, values, output), lse, whole, True, scale)
+        g, rows, o = reversed_rows
+        operands = (g, rows, _reversed_rows(keys)[:, :, :-1], _reversed_rows(values)[:, :, :-1], o)
+        upper = _attend_backward(operands, reversed_lse, less, True, scale)
+        for found, above, place in zip(lower, upper, (slice(-1), slice(1, None), slice(1, None)), strict=True):
+            found[:, :, place] += above.flip(2)
+        dq = lower[0] if dq is None else dq.add_(lower[0])
+        dkeys.append(lower[1])
+        dvalues.append(lower[2])
+    return cast(Tensor, dq), torch.cat(dkeys, 2), torch.cat(dvalues, 2)
+
+
+def _reversed_rows(t: Tensor) -> Tensor:
+    """`[B, n, S, D]` from last row to first, in memory `[S, B, n, D]`."""
+    return t.permute(2, 0, 1, 3).flip(0).permute(1, 2, 0, 3)
+
+
+def _in_triangles(q: Tensor, v: Tensor) -> bool:
+    return q.shape[2] >= _TRIANGLE_ROWS and q.shape[3] != v.shape[3]
 
 
 def _one_key_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -240,7 +281,10 @@ class _CudnnChunks(torch.autograd.Function):
                 rows = chunk.rows
                 operands = (gradient[rows], query[rows], key[keys], value[keys], output[rows])
                 views = tuple(t.permute(1, 2, 0, 3) for t in operands)
-                dq, dk, dv = _attend_backward(views, lse, call, causal, ctx.scale)
+                if not causal and call is not None and _in_triangles(views[1], views[3]):
+                    dq, dk, dv = _triangles_backward(views, lse, call, ctx.scale)
+                else:
+                    dq, dk, dv = _attend_backward(views, lse, call, causal, ctx.scale)
                 dkey[keys] += dk.permute(2, 0, 1, 3)
                 dvalue[keys] += dv.permute(2, 0, 1, 3)
                 found = dq if found is None else found.add_(dq)

@@ -96,6 +96,12 @@ def cudnn_backward(g, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q
     return dlogits @ k, dlogits.mT @ q, p.mT @ g
 
 
+def causal_only(*arguments, scale):
+    """The backward for rows and keys of one number, causally; chunks of one row are below the limit."""
+    assert arguments[-1] or arguments[1].shape[2] == 1
+    return cudnn_backward(*arguments, scale=scale)
+
+
 class Cudnn(SDPAttention):
     """The two-part path with cuDNN's operators in plain torch."""
 
@@ -103,15 +109,22 @@ class Cudnn(SDPAttention):
         return attention.attend_with_cudnn(query, key, value, tokens, self.scale)
 
 
+class CudnnTriangles(Cudnn):
+    """The same, its backward by causal calls alone."""
+
+
 PACKS = {"sequence": None, "pack": [0, 8, 8, 24], "tail": [0, 8, 16], "nothing": [0]}
 
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", PACKS)
-@pytest.mark.parametrize("cls", [SDPAttention, EagerAttention, FlexAttention, Cudnn])
+@pytest.mark.parametrize("cls", [SDPAttention, EagerAttention, FlexAttention, Cudnn, CudnnTriangles])
 def test_attention_of_each_rank(monkeypatch: pytest.MonkeyPatch, cls: type, name: str, size: int) -> None:
     monkeypatch.setattr(attention, "_FORWARD", cudnn_forward)
     monkeypatch.setattr(attention, "_BACKWARD", cudnn_backward)
+    if cls is CudnnTriangles:
+        monkeypatch.setattr(attention, "_TRIANGLE_ROWS", 2)
+        monkeypatch.setattr(attention, "_BACKWARD", causal_only)
     offsets = PACKS[name]
     pack = None if offsets is None else PackedSeqParams(offsets)
     rows, batch = 24, 1 if pack else 2
