@@ -278,7 +278,7 @@ def hopper_scores_kernel(
 class HopperScoreBlocks:
     """Choices of the kernel that no score depends on."""
 
-    stages: int = 4  # heads' queries in shared memory
+    stages: int = 6  # heads' queries in shared memory
     unroll: int = 4  # heads between two moments without a product in flight
     group: int | None = None  # row tiles that walk the keys together; None: 16 MiB of queries
 

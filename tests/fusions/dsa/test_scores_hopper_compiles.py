@@ -58,8 +58,8 @@ def test_it_multiplies_and_adds_with_the_instructions_of_the_portable_kernel():
     assert len(ours) == 3
 
 
-def test_the_choice_is_off_until_measured_and_never_asks_the_lengths(monkeypatch):
-    assert not score_kernels.PREFER_HOPPER_SCORES
+def test_the_choice_never_asks_the_lengths(monkeypatch):
+    assert score_kernels.PREFER_HOPPER_SCORES
     q, k = torch.empty(4, 2, 128, dtype=torch.bfloat16), torch.empty(6, 128, dtype=torch.bfloat16)
     assert not score_kernels.takes_hopper_scores(q, k)
 
