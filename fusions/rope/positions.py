@@ -114,9 +114,7 @@ def block_positions(
         if REACH == 0:
             position = (i_token // tokens_per_row).to(tl.int64) + (o_token * 0).to(tl.int64)
         else:
-            position = o_token.to(tl.int64)
-            if tokens_per_row != 1:  # one division a row costs 4 % of a rotation
-                position = (o_token // tokens_per_row).to(tl.int64)
+            position = (o_token // tokens_per_row).to(tl.int64)
     elif POSITIONS == BY_ID:
         if REACH == 0:
             position = tl.load(p_ids + i_token // tokens_per_row, mask=i_token < n_tokens, other=0).to(tl.int64)
