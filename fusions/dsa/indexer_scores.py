@@ -165,9 +165,11 @@ def _architecture(device: torch.device) -> str:
 
 
 def takes_hopper_scores(index_q: Tensor, index_k: Tensor) -> bool:
-    """Whether the kernel of indexer_scores_hopper.py is right for these inputs on this device; T and S have no say."""
+    """Whether the kernel of indexer_scores_hopper.py serves these inputs on this device; T and S have no say.
+
+    Contiguous ones, which are what it was tried with on a GPU.
+    """
     _, heads, width = index_q.shape
-    columns = (heads - 1) * index_q.stride(1) + width
     return (
         index_q.device.type == "cuda"
         and torch.version.hip is None
@@ -175,10 +177,9 @@ def takes_hopper_scores(index_q: Tensor, index_k: Tensor) -> bool:
         and triton.__version__.startswith("3.6.")  # Gluon changes between versions; this one was tried
         and index_q.dtype in (torch.float16, torch.bfloat16)
         and width in (64, 128)
-        and columns <= index_q.stride(0)
-        and columns < 2**31
-        and width <= index_k.stride(0)
-        and all(stride % 8 == 0 for stride in (index_q.stride(0), index_q.stride(1), index_k.stride(0)))
+        and heads * width < 2**31
+        and index_q.is_contiguous()
+        and index_k.is_contiguous()
         and index_q.data_ptr() % 16 == 0
         and index_k.data_ptr() % 16 == 0
     )
