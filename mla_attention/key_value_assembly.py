@@ -8,8 +8,8 @@ fills in the rotated shared key. Backward reads dkey where it lies, as a strided
 and writes all of key and value once more, forward and backward) and less is kept.
 
 `auto` takes `gemm` on CUDA wherever the up-projection is a plain linear whose output nobody asks for, else `split`.
-Its time over the split's on an H200, bf16 (`benchmarks/assembly.py`), up-projection included: forward 0.63 to 0.73;
-backward 0.84 for 64 heads of 192/64/256, 0.93 for 128 heads of 128/64/128, 1.12 for 8 heads of 192/64/256, where the
+Its time over the split's on an H200, bf16 (`benchmarks/assembly.py`), up-projection included: forward 0.63 to 0.74;
+backward 0.83 for 64 heads of 192/64/256, 0.86 for 128 heads of 128/64/128, 1.11 for 8 heads of 192/64/256, where the
 two directions together are still 0.96. So the shape does not change the choice.
 """
 
