@@ -324,8 +324,10 @@ def largest_by_hand(layer, hidden, packed, sequences):
 @pytest.mark.parametrize("room", [None, "padded, and past", "one token"])
 def test_largest_logits_and_the_clip_that_lowers_them(model, room):
     layer = make(model, qk_clip=True)
-    with torch.no_grad():  # every other head with logits too small to be clipped
-        layer.linear_q_up_proj.weight.view(layer.num_heads, -1)[::2] *= 0.125
+    with torch.no_grad():
+        q, kv = (p.weight.view(layer.num_heads, -1) for p in (layer.linear_q_up_proj, layer.linear_kv_up_proj))
+        q[::2] *= 0.125  # too small to be clipped
+        q[1], kv[1] = -q[3], kv[3]  # opposite logits: of one token's, one is negative
     exact = build(MODELS[model](qk_clip=True), torch.float64, like=layer)
     hidden, _ = inputs(layer.config, batch=2 if room is None else 1)
     packed, sequences = None, [slice(0, ROWS)]
@@ -334,6 +336,8 @@ def test_largest_logits_and_the_clip_that_lowers_them(model, room):
         hidden = hidden[: len(holds)].masked_fill(~holds[:, None, None], torch.nan)
         lengths, starts, _ = ROOM[room]
         sequences = [slice(a, a + n) for a, n in zip(offsets(starts).tolist(), lengths, strict=False) if n]
+    for rows in sequences:
+        hidden[rows.stop - 1] *= 4  # a key that only the last query sees: the others' largest logits would be with it
 
     def largest():
         with torch.no_grad():
@@ -344,7 +348,7 @@ def test_largest_logits_and_the_clip_that_lowers_them(model, room):
     before = largest()
     assert before.dtype == torch.float32
     expected = largest_by_hand(exact, hidden.double(), packed, sequences)
-    tolerance = {"rtol": 0, "atol": 1e-2 * expected.abs().max().item()}
+    tolerance = {"rtol": 1e-2, "atol": 4e-2}  # bf16 queries and keys move logits of order one by 0.01
     torch.testing.assert_close(before.double(), expected, **tolerance)
     threshold = 0.5 * before.max().item()
     weights = {name: p.detach().clone() for name, p in layer.named_parameters()}
