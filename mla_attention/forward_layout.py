@@ -63,7 +63,7 @@ def lay_out_tokens(
 
     order = None if cp_size == 1 else key_order(key_rows, cp_size, packed, device)
     positions = key_positions = None
-    length = max(packed.longest_rows, 1) if packed is not None else first + key_rows  # rows of padding read row 0
+    length = first + key_rows if packed is None else max(packed.longest_within(key_rows), 1)  # padding may read row 0
     if position_ids is not None:
         positions = _row_positions(layer, position_ids, hidden_states, rows, packed is not None)
         key_positions = _by_row(positions, rows, lambda p: comm.to_all_keys(p, order=order))

@@ -66,10 +66,16 @@ class PackedSeqParams:
         longest = max(self.host_lengths, default=0) if self.host_lengths is not None else None
         self.max_seqlen_q = _longest("max_seqlen_q", max_seqlen_q, longest)
         self.max_seqlen_kv = _longest("max_seqlen_kv", max_seqlen_kv, self.max_seqlen_q)
-        # Rows of the longest sequence, its padding included; max_seqlen_q where the host knows no offsets.
+        # Rows of the longest sequence, its padding included; max_seqlen_q where the host knows no offsets. Forwards ask
+        # `longest_within`.
         self.longest_rows = self.max_seqlen_q
+        # (rows, sequences) of each run of neighbours with as many rows, padding included; none of empty sequences, and
+        # none where the host knows no offsets.
+        self.equal_runs: tuple[tuple[int, int], ...] = ()
         if self.host_offsets is not None:
-            self.longest_rows = max((end - start for start, end in pairwise(self.host_offsets)), default=0)
+            rows = [end - start for start, end in pairwise(self.host_offsets)]
+            self.longest_rows = max(rows, default=0)
+            self.equal_runs = tuple((length, len(list(run))) for length, run in groupby(filter(None, rows)))
         self._token_rows: dict[tuple, Tensor] = {}
         self.key_orders: dict[tuple, Any] = {}  # of context parallelism (zigzag.key_order), by its arguments
 
@@ -82,16 +88,11 @@ class PackedSeqParams:
     def num_sequences(self) -> int:
         return self.cu_seqlens_q.shape[0] - 1
 
-    def equal_runs(self) -> list[tuple[int, int]]:
-        """(rows, sequences) of each run of neighbours with as many rows, padding included; empty sequences left out.
-
-        Raises:
-            ValueError: if the host does not know the offsets.
-        """
-        if self.host_offsets is None:
-            raise ValueError("packed_seq_params: built with validate=False, allowed here is validate=True")
-        lengths = (end - start for start, end in pairwise(self.host_offsets))
-        return [(length, len(list(run))) for length, run in groupby(filter(None, lengths))]
+    def longest_within(self, rows: int) -> int:
+        """Rows of the longest of the sequences in `rows` rows, its padding included; where padded offsets were never
+        read on the host, `rows`, which no sequence exceeds."""
+        unread = self.host_offsets is None and self.cu_seqlens_q_padded is not None
+        return rows if unread else self.longest_rows
 
     def check_rows(self, rows: int, device: torch.device) -> None:
         """Refuse a tensor of `rows` rows on `device` that these offsets cannot describe.
@@ -200,7 +201,7 @@ def _offsets(name: str, value: Tensor | list[int]) -> Tensor:
             raise ValueError(f"{name}: given {_short(list(value))}, allowed are integers below 2**31")
         value = torch.tensor(value, dtype=torch.int32)
     if not isinstance(value, Tensor):
-        raise ValueError(f"{name}: given {type(value).__name__}, allowed is an int32 or int64 tensor")
+        raise ValueError(f"{name}: given {type(value).__name__}, allowed is an int32 or int64 tensor or a list of ints")
     if value.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name}: given dtype {value.dtype}, allowed are torch.int32 and torch.int64")
     if value.dim() != 1 or value.shape[0] < 1:

@@ -52,7 +52,7 @@ class RotaryEmbedding:
     @property
     def inv_freq(self) -> Tensor:
         """Frequencies f[i] in radians per position, fp64 `[dim/2]`."""
-        exponent = torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim
+        exponent = torch.arange(0, self.dim, 2, dtype=torch.float64, device="cpu") / self.dim
         return self.base**-exponent
 
     def cos_sin(
@@ -178,7 +178,7 @@ class YarnRotaryEmbedding(RotaryEmbedding):
         )
         if low == high:
             high += 0.001  # keeps the ramp finite: it becomes a step
-        ramp = ((torch.arange(self.dim // 2, dtype=torch.float64) - low) / (high - low)).clamp(0, 1)
+        ramp = ((torch.arange(self.dim // 2, dtype=torch.float64, device="cpu") - low) / (high - low)).clamp(0, 1)
         return extrapolated / self.factor * ramp + extrapolated * (1 - ramp)
 
 
@@ -259,10 +259,11 @@ def _shared_table(rotary: RotaryEmbedding, length: int, device: torch.device) ->
     return table
 
 
+@torch.compiler.assume_constant_result  # what a compiled forward lacks is built while it is traced
 def _build_table(rotary: RotaryEmbedding, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     # Outside inference mode, so that a later training step may save the table for its backward.
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-        angle = torch.outer(torch.arange(rows, dtype=torch.float64), rotary.inv_freq)
+    with torch.inference_mode(False), torch.no_grad():
+        angle = torch.outer(torch.arange(rows, dtype=torch.float64, device="cpu"), rotary.inv_freq)
         angle = torch.cat([angle, angle], dim=-1)[:, None, None, :]
         cos = (angle.cos() * rotary.amplitude).to(torch.float32)
         sin = (angle.sin() * rotary.amplitude).to(torch.float32)

@@ -12,9 +12,9 @@ loop to the next make ptxas serialise every product, its note C7514. The sum is 
 otherwise moves it behind the start of the product that reuses its registers.)
 
 A score is the portable kernel's, bit for bit: the same instructions add the same products in the same order. Rows and
-keys past the end arrive as zeros and are not stored. Shared memory: the queries of 4 heads, the keys of 2 tiles.
-Layout and results as indexer_scores.py, but: 16-bit floats, Di 64 or 128, rows of queries and of keys a multiple of 16
-bytes apart and not overlapping. `takes_hopper_scores` of indexer_scores.py is the test.
+keys past the end arrive as zeros and are not stored. Shared memory: the queries of 6 heads, the keys of 2 tiles.
+Layout and results as indexer_scores.py, but: 16-bit floats, Di 64 or 128, contiguous queries and keys that start at a
+multiple of 16 bytes. `takes_hopper_scores` of indexer_scores.py is the test.
 """
 
 from __future__ import annotations
@@ -303,12 +303,12 @@ def launch_scores_hopper(
     group = blocks.group or max(1, 2**24 // (BLOCK_ROWS * heads * width * index_q.element_size()))
     align = 4 if out.stride(0) % 4 == 0 else 1
     swizzled = gl.NVMMASharedLayout(128, 16, rank=2)
-    columns = (heads - 1) * index_q.stride(1) + width
-    queries = TensorDescriptor(index_q, [rows, columns], [index_q.stride(0), 1], [BLOCK_ROWS, width], swizzled)
+    columns = heads * width
+    queries = TensorDescriptor(index_q, [rows, columns], [columns, 1], [BLOCK_ROWS, width], swizzled)
     tiles = triton.cdiv(rows, BLOCK_ROWS) * triton.cdiv(keys, 2 * HALF_KEYS)
     hopper_scores_kernel[(min(tiles, multiprocessors(index_q)),)](
         queries,
-        TensorDescriptor(index_k, [keys, width], [index_k.stride(0), 1], [HALF_KEYS, width], swizzled),
+        TensorDescriptor(index_k, [keys, width], [width, 1], [HALF_KEYS, width], swizzled),
         index_weights,
         index_weights if begin is None else begin,
         index_weights if end is None else end,
@@ -316,7 +316,7 @@ def launch_scores_hopper(
         rows,
         keys,
         first_row,
-        index_q.stride(1),
+        width,
         index_weights.stride(0),
         out.stride(0) // align,
         HEADS=heads,

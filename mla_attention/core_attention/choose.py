@@ -87,7 +87,7 @@ class AutoAttention(CoreAttention):
         without_lengths = "flex" if flex_may else "reference"
         if tokens.cp_size > 1 or device.type != "cuda" or dtype not in VARLEN_DTYPES:
             return "sdpa" if known else without_lengths
-        if offsets is not None and _calls_are_long(offsets[-1], packed.num_sequences, len(packed.equal_runs())):
+        if offsets is not None and _calls_are_long(offsets[-1], packed.num_sequences, len(packed.equal_runs)):
             return "sdpa"
         if self._refusal("varlen", device, packed=True) is None:
             return "varlen"
@@ -102,7 +102,8 @@ class AutoAttention(CoreAttention):
 
 
 def _calls_are_long(rows: int, sequences: int, calls: int) -> bool:
-    return rows >= _LONG_CALL * max(calls, 1) and rows >= _TILE * sequences
+    """Of packed sequences; a pack without a token makes no call."""
+    return calls == 0 or (rows >= _LONG_CALL * calls and rows >= _TILE * sequences)
 
 
 def build_core_attention(config: MLAConfig, scale: float, backend: str = "torch") -> CoreAttention:

@@ -28,7 +28,7 @@ class EagerAttention(CoreAttention):
             sequence, _ = tokens.packed.sequence_of_row(tokens.rows)
             masked = causal_mask(tokens.rows, query.device) | (sequence[:, None] != sequence[None, :])
             return self._attend(query[:, None], key[:, None], value[:, None], masked)[:, 0]
-        return by_sequence(query, key, value, tokens.packed, self._attend_sequences)
+        return by_sequence(query, key, value, tokens.packed, self._attend_sequences, holds_scores=True)
 
     def _attend_shard(self, query: Tensor, key: Tensor, value: Tensor, tokens: TokenLayout) -> Tensor:
         masked = shard_mask(tokens)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from mla_attention.core_attention.interface import CoreAttention
+from mla_attention.core_attention.interface import CoreAttention, no_attention
 from mla_attention.token_layout import TokenLayout
 
 
@@ -28,7 +28,7 @@ class FlexAttention(CoreAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tokens: TokenLayout) -> Tensor:
         if query.shape[0] == 0:
-            return value
+            return no_attention(query, key, value)
         needs_gradient = torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value))
         if query.device.type == "cpu" and needs_gradient:
             raise ValueError(

@@ -13,6 +13,9 @@ from mla_attention.token_layout import TokenLayout
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+_SCORES = 2**26  # in a batch of sequences
+_LARGEST_BATCH = 65535  # of what some kernels put on a grid's second axis
+
 
 class CoreAttention(nn.Module):
     """softmax(q k^T * scale) v over causal keys of the same sequence.
@@ -98,7 +101,9 @@ def rows_outside(tokens: TokenLayout) -> Tensor | None:
     return (sequence == packed.num_sequences)[:, None, None]
 
 
-def by_sequence(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, attend: Attend) -> Tensor:
+def by_sequence(
+    query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqParams, attend: Attend, *, holds_scores: bool
+) -> Tensor:
     """Attention of packed rows `[T, n, D]` from that of sequences; rows past the last offset give zeros.
 
     Neighbours of one length are a batch where they lie, so a pack of equal lengths is neither cut nor put together.
@@ -107,8 +112,12 @@ def by_sequence(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqPara
         query, key, value: of all rows.
         packed: offsets that the host knows.
         attend: from q, k, v `[S, B, n, D]` of B sequences of S rows each to `[S, B, n, Dv]`.
+        holds_scores: whether `attend` holds the scores of all pairs; a batch then has at most 256 MiB of them in fp32.
     """
-    runs = packed.equal_runs()
+    runs = []
+    for length, count in packed.equal_runs:
+        most = max(1, _SCORES // (query.shape[1] * length * length)) if holds_scores else _LARGEST_BATCH
+        runs += [(length, min(most, count - done)) for done in range(0, count, most)]
     rows = [length * count for length, count in runs]
     outside = query.shape[0] - sum(rows)
     sizes = [*rows, outside] if outside else rows
@@ -119,21 +128,18 @@ def by_sequence(query: Tensor, key: Tensor, value: Tensor, packed: PackedSeqPara
         q, k, v = (t.unflatten(0, (count, length)).transpose(0, 1) for t in piece)
         outputs.append(attend(q, k, v).transpose(0, 1).flatten(0, 1))
     if outside or not outputs:
-        nowhere = torch.ones((), dtype=torch.bool, device=value.device)
-        outputs.append(value[sum(rows) :].masked_fill(nowhere, 0))
+        outputs.append(no_attention(query, key, value[sum(rows) :]))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
+def no_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Zeros where `value` lies, for rows that attend to nothing, with gradients of zero for all three."""
+    nowhere = torch.ones((), dtype=torch.bool, device=value.device)
+    return value.masked_fill(nowhere, 0) + (query[:0].sum() + key[:0].sum())
+
+
 def with_contiguous_gradient(output: Tensor) -> Tensor:
-    """`output`; the gradient that arrives at it is contiguous, whatever lay beyond."""
-    return _ContiguousGradient.apply(output)
-
-
-class _ContiguousGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, output: Tensor) -> Tensor:
-        return output.view_as(output)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> Tensor:
-        return gradient.contiguous()
+    """`output`; the gradient that arrives at it goes on contiguous, however it lay."""
+    if output.requires_grad:
+        output.register_hook(torch.Tensor.contiguous)
+    return output

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mla_attention.core_attention.eager import causal_mask
-from mla_attention.core_attention.interface import CoreAttention, by_sequence, with_contiguous_gradient
+from mla_attention.core_attention.interface import CoreAttention, by_sequence, no_attention, with_contiguous_gradient
 from mla_attention.core_attention.zigzag import attend_chunks, attend_with_cudnn, cudnn_serves
 from mla_attention.token_layout import TokenLayout
 
@@ -35,7 +35,7 @@ class SDPAttention(CoreAttention):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, tokens: TokenLayout) -> Tensor:
         if query.shape[0] == 0:
-            return value
+            return no_attention(query, key, value)
         if tokens.cp_size > 1 and not self.dropout_now and cudnn_serves(query, key, value):
             return attend_with_cudnn(query, key, value, tokens, self.scale)
         with sdpa_kernel(_ORDER, set_priority=True) if query.is_cuda else nullcontext():
@@ -51,7 +51,9 @@ class SDPAttention(CoreAttention):
                 "packed_seq_params: built with validate=False, but core_attention_backend 'sdpa' needs the lengths "
                 "on the host; allowed are validate=True, or the backends 'varlen', 'flex' and 'reference'"
             )
-        return by_sequence(query, key, value, tokens.packed, partial(self._attend, attention_mask=None))
+        holds_scores = not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16)
+        attend = partial(self._attend, attention_mask=None)
+        return by_sequence(query, key, value, tokens.packed, attend, holds_scores=holds_scores)
 
     def _attend_chunk(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attention of the rows of the last keys."""

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mla_attention.core_attention.interface import CoreAttention, describe, rows_outside
+from mla_attention.core_attention.interface import CoreAttention, describe, no_attention, rows_outside
 from mla_attention.layers.te_import import import_te, te_obstacle, te_version
 from mla_attention.packed import PackedSeqParams
 from mla_attention.token_layout import TokenLayout
@@ -92,19 +92,18 @@ class TEAttention(CoreAttention):
                 "attention_mask: given with core_attention_backend 'te'; allowed is None, or 'sdpa', 'reference'"
             )
         if query.shape[0] == 0:
-            return value
+            return no_attention(query, key, value)
         packed = tokens.packed
         if packed is None:
             return self._attend(query, key, value, qkv_format="sbhd", attn_mask_type="causal")
         if tokens.cp_size > 1:
             return self._attend_share_of_pack(query, key, value, packed, tokens.cp_size)
-        nowhere = torch.ones((), dtype=torch.bool, device=value.device)
         if packed.num_sequences == 0 or packed.longest_rows == 0:
-            return value.masked_fill(nowhere, 0)
+            return no_attention(query, key, value)
         outside = rows_outside(tokens)
         if outside is not None:
             query, key, value = (t.masked_fill(outside, 0) for t in (query, key, value))
-        output = self._attend(query, key, value, **_as_thd(packed))
+        output = self._attend(query, key, value, **_as_thd(packed, tokens.key_rows))
         return output if outside is None else output.masked_fill(outside, 0)
 
     def _attend_share_of_pack(
@@ -119,8 +118,8 @@ class TEAttention(CoreAttention):
         inside = packed.host_offsets[-1] // cp_size
         outside = query.shape[0] - inside
         if inside == 0:
-            return value.masked_fill(torch.ones((), dtype=torch.bool, device=value.device), 0)
-        how = _as_thd(packed)
+            return no_attention(query, key, value)
+        how = _as_thd(packed, packed.host_offsets[-1])
         # The same object as the offsets: no padding that Transformer Engine would have to step over.
         padded = {"cu_seqlens_q_padded": how["cu_seqlens_q"], "cu_seqlens_kv_padded": how["cu_seqlens_kv"]}
         output = self._attend(query[:inside], key[:inside], value[:inside], **how, **padded)
@@ -177,15 +176,15 @@ class TEAttention(CoreAttention):
         return {**vars(self), "_built": {}}
 
 
-def _as_thd(packed: PackedSeqParams) -> dict[str, Any]:
-    offsets = packed.row_offsets.to(torch.int32)
+def _as_thd(packed: PackedSeqParams, rows: int) -> dict[str, Any]:
+    offsets, longest = packed.row_offsets.to(torch.int32), packed.longest_within(rows)
     return {
         "qkv_format": "thd",
         "attn_mask_type": "padding_causal",
         "cu_seqlens_q": offsets,
         "cu_seqlens_kv": offsets,
-        "max_seqlen_q": packed.longest_rows,
-        "max_seqlen_kv": packed.longest_rows,
+        "max_seqlen_q": longest,
+        "max_seqlen_kv": longest,
     }
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mla_attention.core_attention.interface import CoreAttention, rows_outside
+from mla_attention.core_attention.interface import CoreAttention, no_attention, rows_outside
 from mla_attention.core_attention.zigzag import attend_chunks
 from mla_attention.token_layout import TokenLayout
 
@@ -53,14 +53,14 @@ class VarlenAttention(CoreAttention):
                 "allowed are torch.float16 and torch.bfloat16, or 'auto', 'sdpa', 'reference'"
             )
         if query.shape[0] == 0:
-            return value
+            return no_attention(query, key, value)
         value = F.pad(value, (0, self.qk_dim - self.v_dim))
         if tokens.cp_size > 1:
             return attend_chunks(query, key, value, tokens, self._attend_batch)[..., : self.v_dim]
         if tokens.packed is None:
             output = self._attend_batch(query, key, value)
         else:
-            offsets, longest = tokens.packed.row_offsets.to(torch.int32), tokens.packed.longest_rows
+            offsets, longest = tokens.packed.row_offsets.to(torch.int32), tokens.packed.longest_within(tokens.key_rows)
             outside = rows_outside(tokens)
             if outside is not None:
                 query, key, value = (t.masked_fill(outside, 0) for t in (query, key, value))

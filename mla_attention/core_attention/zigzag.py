@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
+from mla_attention.core_attention.interface import no_attention
 from mla_attention.token_layout import TokenLayout
 
 _MERGE_HEADS = 8  # heads merged at once in fp32
@@ -117,8 +118,7 @@ def attend_chunks(
         if size:
             first, last = (cp_rank + 1) * size, (2 * cp_size - cp_rank) * size
             outputs += [attend(q[:size], k[:first], v[:first]), attend(q[size:], k[:last], v[:last])]
-    nowhere = torch.ones((), dtype=torch.bool, device=value.device)
-    outputs.append(value_outside[: outside.shape[0]].masked_fill(nowhere, 0))
+    outputs.append(no_attention(query, key, value_outside[: outside.shape[0]]))
     output = torch.cat(outputs)
     return output[:, 0] if packed else output
 
@@ -195,7 +195,8 @@ def _attend_backward(
 
 
 def _triangles_backward(views: tuple[Tensor, ...], lse: Tensor, call: _Call, scale: float) -> tuple[Tensor, ...]:
-    """As `_attend_backward` without a mask, for keys that are a multiple of the rows, by causal calls alone."""
+    """As `_attend_backward` without a mask, for keys that are a multiple of the rows, by causal calls alone; dq, a sum
+    over the squares, in fp32 at least."""
     gradient, q, k, v, output = views
     size = q.shape[2]
     whole, less = call.of_rows(size), call.of_rows(size - 1)
@@ -209,9 +210,10 @@ def _triangles_backward(views: tuple[Tensor, ...], lse: Tensor, call: _Call, sca
         g, rows, o = reversed_rows
         operands = (g, rows, _reversed_rows(keys)[:, :, :-1], _reversed_rows(values)[:, :, :-1], o)
         upper = _attend_backward(operands, reversed_lse, less, True, scale)
-        for found, above, place in zip(lower, upper, (slice(-1), slice(1, None), slice(1, None)), strict=True):
-            found[:, :, place] += above.flip(2)
-        dq = lower[0] if dq is None else dq.add_(lower[0])
+        dq = lower[0].to(lse.dtype) if dq is None else dq.add_(lower[0])
+        dq[:, :, :-1] += upper[0].flip(2)
+        for found, above in zip(lower[1:], upper[1:], strict=True):
+            found[:, :, 1:] += above.flip(2)
         dkeys.append(lower[1])
         dvalues.append(lower[2])
     return cast(Tensor, dq), torch.cat(dkeys, 2), torch.cat(dvalues, 2)
@@ -223,7 +225,7 @@ def _reversed_rows(t: Tensor) -> Tensor:
 
 
 def _in_triangles(q: Tensor, v: Tensor) -> bool:
-    return q.shape[2] >= _TRIANGLE_ROWS and q.shape[3] != v.shape[3]
+    return q.shape[2] >= _TRIANGLE_ROWS and v.shape[3] < q.shape[3]
 
 
 def _one_key_logits(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -287,7 +289,7 @@ class _CudnnChunks(torch.autograd.Function):
                     dq, dk, dv = _attend_backward(views, lse, call, causal, ctx.scale)
                 dkey[keys] += dk.permute(2, 0, 1, 3)
                 dvalue[keys] += dv.permute(2, 0, 1, 3)
-                found = dq if found is None else found.add_(dq)
+                found = dq if found is None else dq.add_(found)
             if found is not None:
                 dquery[chunk.rows] = found.permute(2, 0, 1, 3)
         dquery[ctx.chunks[-1].rows.stop if ctx.chunks else 0 :].zero_()

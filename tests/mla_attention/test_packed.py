@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from mla_attention import PackedSeqParams
+from mla_attention import MLASelfAttention, PackedSeqParams
+from mla_attention.configs import tiny
 
 
 def offsets(*values, dtype=torch.int32):
@@ -98,3 +99,31 @@ def test_rows_that_the_offsets_reach_past_are_refused():
         PackedSeqParams(GOOD).check_rows(7, torch.device("cpu"))
     with pytest.raises(ValueError, match="cu_seqlens_q: given on cpu"):
         PackedSeqParams(GOOD).check_rows(8, torch.device("meta"))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_padded_offsets_that_nobody_read_may_have_more_rows_than_the_longest_sequence_has_tokens(fused):
+    torch.manual_seed(0)
+    layer = MLASelfAttention(tiny(apply_rope_fusion=fused))
+    starts, padded = torch.tensor([0, 3, 7]), torch.tensor([0, 5, 10])
+    read = PackedSeqParams(starts, cu_seqlens_q_padded=padded)
+    unread = PackedSeqParams(starts, cu_seqlens_q_padded=padded, max_seqlen_q=4, validate=False)
+    assert (read.longest_within(10), unread.longest_within(10)) == (5, 10)
+    hidden = torch.randn(10, 1, layer.config.hidden_size, requires_grad=True)
+    outputs = [layer(hidden, packed_seq_params=packed)[0] for packed in (read, unread)]
+    torch.testing.assert_close(*outputs)
+    leaves = [hidden, *layer.parameters()]
+    for gradients in zip(*(torch.autograd.grad(output.square().sum(), leaves) for output in outputs), strict=True):
+        torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
+@pytest.mark.parametrize(("starts", "rows"), [([0, 0], 5), ([0], 5), ([0, 0], 0), ([0, 2], 5)])
+def test_every_parameter_has_a_gradient_whatever_a_pack_holds(backend, starts, rows):
+    """As data-parallel wrappers expect."""
+    layer = MLASelfAttention(tiny(core_attention_backend=backend))
+    hidden = torch.randn(rows, 1, layer.config.hidden_size, requires_grad=True)
+    layer(hidden, packed_seq_params=PackedSeqParams(starts))[0].sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert bool(parameter.grad.any()) == (starts[-1] > 0), name

@@ -1,5 +1,7 @@
 """The rule by which `core_attention_backend="auto"` chooses, for devices that are not there."""
 
+from itertools import accumulate
+
 import pytest
 import torch
 
@@ -15,6 +17,10 @@ UNREAD = PackedSeqParams(torch.tensor([0, 8, 16]), max_seqlen_q=8, validate=Fals
 NOTHING = torch.empty(0)
 
 
+def lengths(of: list[int]) -> PackedSeqParams:
+    return PackedSeqParams([0, *accumulate(of)])
+
+
 def layout(packed: PackedSeqParams | None, rows: int = 4096) -> TokenLayout:
     return TokenLayout(1, rows, NOTHING, NOTHING, packed)
 
@@ -27,6 +33,12 @@ def layout(packed: PackedSeqParams | None, rows: int = 4096) -> TokenLayout:
         (CUDA, SHORT, HALF, "varlen"),
         (CUDA, UNREAD, HALF, "varlen"),
         (CUDA, SHORT, torch.float16, "varlen"),
+        (CUDA, lengths([256] * 16), HALF, "sdpa"),  # one call of 4096 rows
+        (CUDA, lengths([256, 0, 256, 0] * 8), HALF, "sdpa"),
+        (CUDA, lengths([255, 257] * 8), HALF, "varlen"),  # sixteen calls
+        (CUDA, lengths([64] * 4096), HALF, "varlen"),  # less than a tile each
+        (CUDA, lengths([0, 0]), HALF, "sdpa"),  # no call at all: flash refuses a batch of none
+        (CUDA, PackedSeqParams([0]), HALF, "sdpa"),
         (CUDA, SHORT, FULL, "sdpa"),  # flash attention is for half precision alone
         (CUDA, UNREAD, FULL, "flex"),
         (CUDA, UNREAD, DOUBLE, "reference"),

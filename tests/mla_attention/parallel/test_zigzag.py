@@ -169,3 +169,37 @@ def test_rows_of_other_sequences_and_later_rows_are_masked() -> None:
 def attention_mask_written_out(row: Tensor) -> Tensor:
     keys = torch.arange(24)
     return torch.stack([(keys <= r) & ((keys < 8) == (r < 8)) for r in row])
+
+
+def test_a_sum_over_squares_is_rounded_no_more_than_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 of 4: its last chunk takes seven squares of earlier keys."""
+    rows, size = 256, 4
+
+    def forward(q, k, v, *rest, scale):
+        output, lse, *others = cudnn_forward(q.double(), k.double(), v.double(), *rest, scale=scale)
+        return output.bfloat16(), lse.float(), *others
+
+    def backward(g, q, k, v, out, lse, *rest, scale):
+        wide = (t.double() for t in (g, q, k, v, out, lse))
+        return tuple(t.bfloat16() for t in cudnn_backward(*wide, *rest, scale=scale))
+
+    monkeypatch.setattr(attention, "_FORWARD", forward)
+    monkeypatch.setattr(attention, "_BACKWARD", backward)
+    torch.manual_seed(0)
+    query, key = (torch.randn(rows, 1, 4, 32).bfloat16().requires_grad_() for _ in "qk")
+    value, gradient = (torch.randn(rows, 1, 4, 16).bfloat16() for _ in "vg")
+    own = shard_sequence_for_cp(torch.arange(rows), 0, size)
+    empty = torch.empty(0)
+    exact = EagerAttention(32, 16, 0.2)(
+        query.double(), key.double(), value.double(), TokenLayout(1, rows, empty, empty)
+    )
+    wanted = torch.autograd.grad(exact[own], query, gradient[own].double())[0][own].double()
+    errors = []
+    for triangle_rows in (rows, 2):
+        monkeypatch.setattr(attention, "_TRIANGLE_ROWS", triangle_rows)
+        local = query.detach()[own].requires_grad_()
+        output = attention.attend_with_cudnn(local, key, value, layout(0, size, rows, 1, None), 0.2)
+        found = torch.autograd.grad(output, local, gradient[own])[0].double()
+        errors.append(((found - wanted).norm() / wanted.norm()).item())
+    one_call, triangles = errors
+    assert triangles <= 1.2 * one_call, errors
