@@ -139,7 +139,22 @@ def no_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def with_contiguous_gradient(output: Tensor) -> Tensor:
-    """`output`; the gradient that arrives at it goes on contiguous, however it lay."""
+    """`output`; the gradient that arrives at it goes on contiguous, however it lay.
+
+    By a hook, which leaves `output` the tensor that it was; but a compiled graph takes hooks less well than a function.
+    """
+    if torch.compiler.is_compiling():
+        return _ContiguousGradient.apply(output)
     if output.requires_grad:
         output.register_hook(torch.Tensor.contiguous)
     return output
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, output: Tensor) -> Tensor:
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
