@@ -259,7 +259,6 @@ def _shared_table(rotary: RotaryEmbedding, length: int, device: torch.device) ->
     return table
 
 
-@torch.compiler.assume_constant_result  # what a compiled forward lacks is built while it is traced
 def _build_table(rotary: RotaryEmbedding, rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     # Outside inference mode, so that a later training step may save the table for its backward.
     with torch.inference_mode(False), torch.no_grad():
@@ -268,3 +267,8 @@ def _build_table(rotary: RotaryEmbedding, rows: int, device: torch.device) -> tu
         cos = (angle.cos() * rotary.amplitude).to(torch.float32)
         sin = (angle.sin() * rotary.amplitude).to(torch.float32)
         return cos.to(device), sin.to(device)
+
+
+# What a compiled forward lacks is built while it is traced. This is torch.compiler.assume_constant_result, which would
+# import torch._dynamo, two seconds of it, for everybody.
+_build_table._dynamo_marked_constant = True  # type: ignore[attr-defined]
