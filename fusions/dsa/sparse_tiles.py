@@ -146,19 +146,25 @@ def pack_slots(topk_indices: Tensor, bounds: tuple[Tensor, Tensor] | None = None
     return slots, counts
 
 
+def takes_gluon(*tensors: Tensor) -> bool:
+    """Whether Gluon kernels for Hopper serve these tensors: a device, a Triton, 16-bit floats and 16-byte addresses."""
+    device = tensors[0].device
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) == (9, 0)
+        and triton.__version__.startswith("3.6.")  # Gluon changes between versions; this one was tried
+        and all(t.dtype in (torch.float16, torch.bfloat16) and t.data_ptr() % 16 == 0 for t in tensors)
+    )
+
+
 def takes_hopper_kernels(query: Tensor, key: Tensor, kv_rank: int) -> bool:
     """Whether the kernels of sparse_mla_hopper.py are right for these inputs on this device."""
     return (
-        query.device.type == "cuda"
-        and torch.version.hip is None
-        and torch.cuda.get_device_capability(query.device) == (9, 0)
-        and triton.__version__.startswith("3.6.")  # Gluon changes between versions; this one was tried
-        and query.dtype in (torch.float16, torch.bfloat16)
+        takes_gluon(query, key)
         and (kv_rank, query.shape[2]) == (512, 576)
         and query.shape[1] % 64 == 0
         and key.shape[0] > 0  # a token without selected keys still gathers key 0
-        and query.data_ptr() % 16 == 0
-        and key.data_ptr() % 16 == 0
     )
 
 

@@ -128,7 +128,7 @@ def block_positions(
             o_token.to(tl.int64), sequence, start, end, n_sequences, cp_rank, cp_size, POSITIONS
         )
         if REACH > 0:  # noqa: SIM102 (known to the compiler, unlike what follows)
-            if (sequence >= n_sequences) | (i_token + REACH >= end):
+            if i_token + REACH >= end:  # past the last sequence too, where start and end are the last offset
                 o_sequence = _find_sequence(o_token, p_offsets, n_sequences, search_steps, cp_size, False)
                 o_start, o_end = _sequence_range(p_offsets, o_sequence, n_sequences, cp_size, POSITIONS)
                 position = _packed_position(

@@ -9,6 +9,7 @@ from mla_attention.fusions import reference
 from mla_attention.fusions.dsa import indexer_scores as score_kernels
 from mla_attention.fusions.dsa.indexer_scores import choose_score_blocks, launch_scores, takes_hopper_scores
 from mla_attention.fusions.dsa.key_ranges import key_ranges
+from tests.gpu.test_dsa_selection import draw, same_numbers  # noqa: F401 (a fixture)
 from tests.guards import guarded
 
 INF = float("inf")
@@ -22,17 +23,6 @@ def on_hopper():
 
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not on_hopper(), reason="needs a Hopper GPU and Triton 3.6")]
-
-
-@pytest.fixture(autouse=True)
-def same_numbers():
-    torch.manual_seed(0)
-
-
-def draw(rows, keys, heads, width=128, dtype=torch.bfloat16):
-    q = torch.randn(rows, heads, width, device="cuda").to(dtype)
-    k = torch.randn(keys, width, device="cuda").to(dtype)
-    return q, k, torch.randn(rows, heads, device="cuda") * (heads * width) ** -0.5
 
 
 def hopper(q, k, weights, *, relu=True, poison=math.nan, blocks=None, **ranges):

@@ -19,6 +19,7 @@ from mla_attention import MLASelfAttention, PackedSeqParams, parallelize, shard_
 from mla_attention.configs import MLAConfig, get_preset
 from mla_attention.configs.validation import CP_COMM_TYPES
 from mla_attention.layers.te_import import te_obstacle
+from tests.gpu.test_transformer_engine import build
 
 OBSTACLE = "needs two GPUs" if torch.cuda.device_count() < 2 else te_obstacle()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(OBSTACLE is not None, reason=str(OBSTACLE))]
@@ -36,19 +37,6 @@ CASES: dict[str, tuple[str, MLAConfig]] = {
     "glm5 on torch's modules": ("torch", get_preset("glm5", **GLM5)),
     "deepseek_v3 recomputing": ("torch", get_preset("deepseek_v3", **SHORT, recompute_up_proj=True)),
 }
-
-
-def build(config: MLAConfig, backend: str, dtype: torch.dtype = torch.bfloat16) -> MLASelfAttention:
-    """A layer whose logits differ by about 1, the same on every rank."""
-    torch.manual_seed(0)
-    layer = MLASelfAttention(config, backend=backend, device="cuda", dtype=dtype)
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=parameter.shape[1] ** -0.5)
-            else:
-                parameter.uniform_(0.5, 1.5)
-    return layer
 
 
 def pack_of(kind: str) -> PackedSeqParams | None:
@@ -101,7 +89,7 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 
 def refuse_fp32(config: MLAConfig, kind: str, mesh: DeviceMesh) -> dict[str, float]:
     """It has no kernel for an exchange in fp32, and says so."""
-    layer = parallelize(build(config, "torch", torch.float32), mesh)
+    layer = parallelize(build(config, "torch", dtype=torch.float32), mesh)
     hidden = torch.randn(ROWS // 2, 1, config.hidden_size, device="cuda")
     try:
         layer(hidden, packed_seq_params=pack_of(kind))
