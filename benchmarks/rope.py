@@ -55,7 +55,11 @@ PACKED_LIMIT = 1.10
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One measured shape; ``value`` > 0 makes it a key/value split; ``targets``: (forward, backward) speedup."""
+    """One measured shape; ``value`` > 0 makes it a key/value split; ``targets``: (forward, backward) speedup.
+
+    ``tables`` of our variants: "own" as the layer's, fp32 and known to repeat; "foreign" the same from elsewhere, read
+    whole; "bf16" those that the peer is fed.
+    """
 
     name: str
     tokens: int
@@ -65,7 +69,7 @@ class Shape:
     value: int = 0
     rope_first: bool = False
     sequences: int = 0
-    bf16_tables: bool = False
+    tables: str = "own"
     targets: tuple[float, float] = (1.0, 1.0)
 
     @property
@@ -90,12 +94,14 @@ SHAPES = (
     Shape("glm5_q", 16384, 64, 192, targets=(1.7, 2.0)),
     Shape("glm5_q_packed", 16384, 64, 192, sequences=64, targets=(1.7, 2.0)),
     Shape("glm5_q_tp8", 65536, 8, 192, targets=(1.55, 1.9)),
+    Shape("glm5_q_tp8_foreign_tables", 65536, 8, 192, tables="foreign"),
     Shape("glm5_q_tp8_packed", 65536, 8, 192, sequences=64, targets=(1.55, 1.9)),
     Shape("dsv3_q", 16384, 128, 128, targets=(1.7, 2.0)),
     Shape("dsv3_q_packed", 16384, 128, 128, sequences=64, targets=(1.7, 2.0)),
     Shape("indexer_q", 65536, 32, 64, rope_first=True, targets=(1.7, 2.0)),
     Shape("indexer_k", 65536, 1, 64, rope_first=True, targets=(3.5, 3.5)),
-    Shape("indexer_k_bf16_tables", 65536, 1, 64, rope_first=True, bf16_tables=True, targets=(3.5, 3.5)),
+    Shape("indexer_k_foreign_tables", 65536, 1, 64, rope_first=True, tables="foreign"),
+    Shape("indexer_k_bf16_tables", 65536, 1, 64, rope_first=True, tables="bf16", targets=(3.5, 3.5)),
     Shape("glm5_q_tp8_4096", 4096, 8, 192),
     Shape("glm5_kv", 16384, 64, 192, value=256),
     Shape("glm5_kv_tp8", 65536, 8, 192, value=256),
@@ -115,6 +121,8 @@ class Inputs:
     """Random tensors of one shape on the device."""
 
     def __init__(self, shape: Shape) -> None:
+        from mla_attention import RotaryEmbedding
+
         self.shape = shape
         lead = (shape.tokens,) if shape.sequences else (shape.tokens, 1)
         new = lambda *tail: torch.randn(*lead, *tail, device=DEVICE, dtype=torch.bfloat16)  # noqa: E731
@@ -124,12 +132,11 @@ class Inputs:
             self.grads = (new(shape.heads, shape.nope + shape.emb), new(shape.heads, shape.value))
         else:
             self.grads = (new(shape.heads, shape.width),)
-        frequency = 1e4 ** (-torch.arange(0, shape.emb, 2, device=DEVICE, dtype=torch.float64) / shape.emb)
-        angle = torch.arange(shape.tokens, device=DEVICE, dtype=torch.float64)[:, None] * frequency
-        angle = torch.cat([angle, angle], -1)[:, None, None]
-        self.cos, self.sin = angle.cos().float(), angle.sin().float()
+        self.cos, self.sin = RotaryEmbedding(shape.emb, 1e4).cos_sin(shape.tokens, device=DEVICE)
         self.cos16, self.sin16 = self.cos.bfloat16(), self.sin.bfloat16()
-        if shape.bf16_tables:  # as the peer is fed; with one head the fp32 tables are as many bytes as the key
+        if shape.tables == "foreign":
+            self.cos, self.sin = self.cos.clone(), self.sin.clone()
+        elif shape.tables == "bf16":
             self.cos, self.sin = self.cos16, self.sin16
         self.cu = None
         if shape.sequences:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mla_attention.argument_checks import as_device, check_int, check_number
+from mla_attention.fusions.rope.tables import mark_equal_halves, with_mark_of
 
 if TYPE_CHECKING:
     from mla_attention.configs import MLAConfig
@@ -82,14 +83,14 @@ class RotaryEmbedding:
             raise ValueError(f"cp_rank: given {cp_rank}, allowed are 0..{cp_size - 1} (cp_size is {cp_size})")
         cos, sin = _shared_table(self, length, as_device(device))
         if cp_size == 1 or packed:
-            return cos[:length], sin[:length]
+            return with_mark_of(cos, cos[:length]), with_mark_of(sin, sin[:length])
         if length % (2 * cp_size):
             raise ValueError(f"length: given {length}, allowed are multiples of 2*cp_size = {2 * cp_size}")
         chunk = length // (2 * cp_size)
         first, second = cp_rank * chunk, (2 * cp_size - 1 - cp_rank) * chunk
         return (
-            torch.cat([cos[first : first + chunk], cos[second : second + chunk]]),
-            torch.cat([sin[first : first + chunk], sin[second : second + chunk]]),
+            with_mark_of(cos, torch.cat([cos[first : first + chunk], cos[second : second + chunk]])),
+            with_mark_of(sin, torch.cat([sin[first : first + chunk], sin[second : second + chunk]])),
         )
 
     @property
@@ -266,7 +267,7 @@ def _build_table(rotary: RotaryEmbedding, rows: int, device: torch.device) -> tu
         angle = torch.cat([angle, angle], dim=-1)[:, None, None, :]
         cos = (angle.cos() * rotary.amplitude).to(torch.float32)
         sin = (angle.sin() * rotary.amplitude).to(torch.float32)
-        return cos.to(device), sin.to(device)
+        return mark_equal_halves(cos.to(device)), mark_equal_halves(sin.to(device))
 
 
 # What a compiled forward lacks is built while it is traced. This is torch.compiler.assume_constant_result, which would

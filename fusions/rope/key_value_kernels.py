@@ -6,8 +6,9 @@
 
 Layout: `[S, B, n, d]` or `[T, n, d]` with any strides but a last one of 1. A program holds a block of tokens and a
 block of their heads; heads beyond n are masked, in loads (with 0) and stores. Forward rotates once a token and stores
-the result to all heads of the block. Backward gives the sum over heads to programs of their own, which hold all heads
-of their tokens, so that there are no atomics and the order of the sum depends on the shape alone.
+the result to all heads of the block. Backward gives the sum over heads to programs of their own, the first of the grid:
+a thread adds all heads of its channels, so that there are no atomics, nothing crosses threads, and the order of the sum
+depends on the shape alone.
 Bytes: forward n*(k_dim + v_dim) + emb_dim read and n*(k_dim + emb_dim + v_dim) written a token, backward the reverse.
 """
 
@@ -85,17 +86,37 @@ def _store_to_heads(
 
 @triton.jit
 def _sum_of_heads(
-    p_token, head_stride, m_token, HEADS: tl.constexpr, SUM_H: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr
+    p_token,
+    head_stride,
+    m_token,
+    HEADS: tl.constexpr,
+    SUM_H: tl.constexpr,
+    EMB: tl.constexpr,
+    PADDED: tl.constexpr,
+    HALVES: tl.constexpr,
 ):
-    """fp32 sum over all heads of `[tokens, heads, WIDTH]`; the order depends on the shape alone."""
-    o_column = tl.arange(0, PADDED)
-    total = tl.zeros([p_token.shape[0], SUM_H, PADDED], dtype=tl.float32)
+    """Members of the pairs of the fp32 sum over all heads, `[tokens, PADDED // 2]` each; a step reads SUM_H heads."""
+    o_half = tl.arange(0, PADDED // 2)
+    m_half = columns_mask(m_token, o_half, EMB // 2, PADDED // 2)
+    TO_SECOND: tl.constexpr = EMB // 2 if HALVES else 1
+    p_first = p_token[:, None] + (o_half if HALVES else o_half * 2)[None, :]
+    next_head = tl.zeros([1, 1], dtype=tl.int64) + head_stride
+    first = tl.zeros([p_token.shape[0], PADDED // 2], dtype=tl.float32)
+    second = tl.zeros([p_token.shape[0], PADDED // 2], dtype=tl.float32)
     for i_head in range(0, HEADS, SUM_H):
-        o_head = i_head + tl.arange(0, SUM_H)
-        m_block = _heads_mask(m_token, o_head, o_column, HEADS, SUM_H, WIDTH)
-        p_block = p_token[:, None, None] + (o_head.to(tl.int64) * head_stride)[None, :, None] + o_column[None, None, :]
-        total += tl.load(p_block, mask=m_block, other=0.0).to(tl.float32)
-    return tl.sum(total, axis=1)
+        some_first = tl.load(p_first, mask=m_half, other=0.0).to(tl.float32)
+        some_second = tl.load(p_first + TO_SECOND, mask=m_half, other=0.0).to(tl.float32)
+        for j in tl.static_range(1, SUM_H):
+            p_first += next_head
+            m_head = m_half
+            if HEADS % SUM_H != 0:
+                m_head = m_half & (i_head + j < HEADS)
+            some_first += tl.load(p_first, mask=m_head, other=0.0).to(tl.float32)
+            some_second += tl.load(p_first + TO_SECOND, mask=m_head, other=0.0).to(tl.float32)
+        p_first += next_head
+        first += some_first
+        second += some_second
+    return first, second
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -139,8 +160,8 @@ def key_value_kernel(
     COPY: tl.constexpr,
     BATCHED: tl.constexpr,
     POSITIONS: tl.constexpr,
+    EQUAL_HALVES: tl.constexpr,
     HALVES: tl.constexpr,
-    SUM_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -176,8 +197,12 @@ def key_value_kernel(
         POSITIONS,
         BLOCK_T - 1,
     )
-    cos_l, cos_r = load_table_row(p_cos, position, m_token, table_rows, cos_stride, EMB, EMB_PADDED, POSITIONS)
-    sin_l, sin_r = load_table_row(p_sin, position, m_token, table_rows, sin_stride, EMB, EMB_PADDED, POSITIONS)
+    cos_l, cos_r = load_table_row(
+        p_cos, position, m_token, table_rows, cos_stride, EMB, EMB_PADDED, POSITIONS, EQUAL_HALVES
+    )
+    sin_l, sin_r = load_table_row(
+        p_sin, position, m_token, table_rows, sin_stride, EMB, EMB_PADDED, POSITIONS, EQUAL_HALVES
+    )
     if COPY:  # all loads are on their way by now
         if K > 0:
             _store_rows(p_key_row, m_row, b_key, K, K_PADDED)
@@ -236,21 +261,23 @@ def key_value_backward_kernel(
     COPY: tl.constexpr,
     BATCHED: tl.constexpr,
     POSITIONS: tl.constexpr,
+    EQUAL_HALVES: tl.constexpr,
     HALVES: tl.constexpr,
+    SUM_T: tl.constexpr,
     SUM_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    PARTS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H + 1 if COPY else 1
-    i_tokens = tl.program_id(0) // PARTS
-    i_part = tl.program_id(0) % PARTS
-    if i_part == 0:  # the sum over heads
-        o_token = i_tokens * BLOCK_T + tl.arange(0, BLOCK_T)
+    BLOCKS_H: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    i_sum = tl.program_id(0)
+    n_sums = tl.cdiv(n_tokens, SUM_T)
+    if i_sum < n_sums:  # the sum over heads
+        o_token = i_sum * SUM_T + tl.arange(0, SUM_T)
         m_token = o_token < n_tokens
         o_s, o_b = _token_index(o_token, batch, BATCHED)
         p_token = p_dkey + o_s * dkey_s + o_b * dkey_b + K
         position = block_positions(
-            i_tokens * BLOCK_T,
+            i_sum * SUM_T,
             o_token,
             m_token,
             n_tokens,
@@ -262,20 +289,21 @@ def key_value_backward_kernel(
             cp_size,
             p_ids,
             POSITIONS,
-            BLOCK_T - 1,
+            SUM_T - 1,
         )
-        cos_l, cos_r = load_table_row(p_cos, position, m_token, table_rows, cos_stride, EMB, EMB_PADDED, POSITIONS)
-        sin_l, sin_r = load_table_row(p_sin, position, m_token, table_rows, sin_stride, EMB, EMB_PADDED, POSITIONS)
-        if HALVES:
-            first = _sum_of_heads(p_token, dkey_h, m_token, HEADS, SUM_H, EMB // 2, EMB_PADDED // 2)
-            second = _sum_of_heads(p_token + EMB // 2, dkey_h, m_token, HEADS, SUM_H, EMB // 2, EMB_PADDED // 2)
-        else:
-            b_sum = _sum_of_heads(p_token, dkey_h, m_token, HEADS, SUM_H, EMB, EMB_PADDED)
-            first, second = split_interleaved(b_sum)
+        cos_l, cos_r = load_table_row(
+            p_cos, position, m_token, table_rows, cos_stride, EMB, EMB_PADDED, POSITIONS, EQUAL_HALVES
+        )
+        sin_l, sin_r = load_table_row(
+            p_sin, position, m_token, table_rows, sin_stride, EMB, EMB_PADDED, POSITIONS, EQUAL_HALVES
+        )
+        first, second = _sum_of_heads(p_token, dkey_h, m_token, HEADS, SUM_H, EMB, EMB_PADDED, HALVES)
         first, second = rotate_pairs(first, second, cos_l, cos_r, sin_l, sin_r, False, True)
         store_pairs(p_dpos + o_s * dpos_s + o_b * dpos_b, m_token, first, second, EMB, EMB_PADDED, False)
-    else:  # (never taken when nothing is copied: PARTS is 1)
-        o_row_token, o_row_head, m_row = _head_rows(i_tokens, i_part - 1, n_tokens, HEADS, BLOCK_T, BLOCK_H)
+    elif COPY:
+        i_tokens = (i_sum - n_sums) // BLOCKS_H
+        i_heads = (i_sum - n_sums) % BLOCKS_H
+        o_row_token, o_row_head, m_row = _head_rows(i_tokens, i_heads, n_tokens, HEADS, BLOCK_T, BLOCK_H)
         o_row_s, o_row_b = _token_index(o_row_token, batch, BATCHED)
         p_dkv_row = p_dkv + o_row_s * dkv_s + o_row_b * dkv_b + o_row_head * dkv_h
         p_dkey_row = p_dkey + o_row_s * dkey_s + o_row_b * dkey_b + o_row_head * dkey_h

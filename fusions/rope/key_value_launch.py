@@ -7,6 +7,7 @@ from torch import Tensor
 from .key_value_kernels import key_value_backward_kernel, key_value_kernel
 from .positions import position_arguments
 from .registry import blocks, on_device_of, padded, token_count, token_strides
+from .tables import has_equal_halves
 
 
 def key_value_blocks(emb_dim: int, k_dim: int, v_dim: int, heads: int, copy: bool) -> tuple[int, int, int]:
@@ -18,6 +19,11 @@ def key_value_blocks(emb_dim: int, k_dim: int, v_dim: int, heads: int, copy: boo
     rows = int(2 ** min(7, max(0, round(math.log2(4096 / channels)))))
     block_heads = min(padded(heads), rows)
     return max(1, rows // block_heads), block_heads, 4
+
+
+def sum_blocks(emb_dim: int, heads: int) -> tuple[int, int]:
+    """Tokens of a program that sums over heads, 8 channels of a half a thread, and the heads that it loads at once."""
+    return max(1, min(128, 2048 // padded(emb_dim))), min(padded(heads), 8)
 
 
 def launch_key_value(
@@ -59,7 +65,7 @@ def launch_key_value(
         cp_size: context-parallel size.
         remove_interleaving: whether the key holds the pairs interleaved.
         backward: the transposed pass.
-        block_tokens: tokens a program, to force them; a power of two.
+        block_tokens: tokens a program, of both kinds in backward, to force them; a power of two.
         block_heads: heads a program, to force them; a power of two.
         num_warps: warps a program, to force them.
     """
@@ -76,13 +82,13 @@ def launch_key_value(
     positions, rule = position_arguments(key.shape[:-2], cu_seqlens, cp_rank, cp_size, position_ids)
     chosen = key_value_blocks(emb_dim, k_dim, v_dim, heads, copy)
     block_t, block_h, warps = block_tokens or chosen[0], block_heads or chosen[1], num_warps or chosen[2]
-    emb_padded = padded(emb_dim)
-    parts = blocks(heads, block_h)
+    kernel, programs, sums = key_value_kernel, blocks(tokens, block_t) * blocks(heads, block_h), {}
     if backward:
-        parts = parts + 1 if copy else 1
-    kernel = key_value_backward_kernel if backward else key_value_kernel
+        sum_t, sum_h = sum_blocks(emb_dim, heads)
+        sums = {"SUM_T": block_tokens or sum_t, "SUM_H": sum_h}
+        kernel, programs = key_value_backward_kernel, blocks(tokens, sums["SUM_T"]) + (programs if copy else 0)
     with on_device_of(key):
-        kernel[(blocks(tokens, block_t) * parts,)](
+        kernel[(programs,)](
             *ends,
             cos,
             sin,
@@ -104,7 +110,7 @@ def launch_key_value(
             *strides[3],
             HEADS=heads,
             EMB=emb_dim,
-            EMB_PADDED=emb_padded,
+            EMB_PADDED=padded(emb_dim),
             K=k_dim,
             K_PADDED=padded(k_dim),
             V=v_dim,
@@ -112,8 +118,9 @@ def launch_key_value(
             COPY=copy,
             BATCHED=batched,
             POSITIONS=rule,
+            EQUAL_HALVES=has_equal_halves(cos, sin),
             HALVES=not remove_interleaving,
-            SUM_H=min(padded(heads), max(1, 4096 // (emb_padded * block_t))),
+            **sums,
             BLOCK_T=block_t,
             BLOCK_H=block_h,
             num_warps=warps,

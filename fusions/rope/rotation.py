@@ -67,7 +67,15 @@ def store_pairs(p_row, m_row, first, second, EMB: tl.constexpr, PADDED: tl.const
 
 @triton.jit
 def load_table_row(
-    p_table, position, m_row, table_rows, stride, EMB: tl.constexpr, PADDED: tl.constexpr, POSITIONS: tl.constexpr
+    p_table,
+    position,
+    m_row,
+    table_rows,
+    stride,
+    EMB: tl.constexpr,
+    PADDED: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    EQUAL_HALVES: tl.constexpr,
 ):
     """Left and right half of each row's table entry, fp32; a position outside the table gives NaN, not a stray read."""
     HALF: tl.constexpr = EMB // 2
@@ -77,12 +85,16 @@ def load_table_row(
     if POSITIONS == BY_ROW:  # the host has compared the table's length with the sequence's
         m_table = columns_mask(m_row, o_half, HALF, HALF_PADDED)
         left = tl.load(p_left, mask=m_table, other=0.0)
-        right = tl.load(p_left + HALF, mask=m_table, other=0.0)
+        right = left
+        if not EQUAL_HALVES:
+            right = tl.load(p_left + HALF, mask=m_table, other=0.0)
     else:
         m_known = m_row & (position >= 0) & (position < table_rows)
         m_table = columns_mask(m_known, o_half, HALF, HALF_PADDED)
         left = tl.load(p_left, mask=m_table, other=float("nan"))
-        right = tl.load(p_left + HALF, mask=m_table, other=float("nan"))
+        right = left
+        if not EQUAL_HALVES:
+            right = tl.load(p_left + HALF, mask=m_table, other=float("nan"))
     return left.to(tl.float32), right.to(tl.float32)
 
 

@@ -7,8 +7,8 @@ Layout: every tensor is `[S, B, n, d]` or `[T, n, d]` with any strides but a las
 r // n, so that no head lies outside its token for any n and any block. Element offsets are 64-bit before their first
 multiplication; a program divides its first row once in 64 bits and the rest in 32.
 Bytes: the rotary slice read and written (2 * emb_dim * itemsize a row), the copied slice likewise, the table rows once
-a token. All loads of a program come before a CTA barrier and all stores after it: pairs move within the row, and
-threads of several warps share a row.
+a token (their left halves, of tables with equal halves). All loads of a program come before a CTA barrier and all
+stores after it: pairs move within the row, and threads of several warps share a row.
 """
 
 import math
@@ -28,6 +28,7 @@ from .rotation import (
     split_interleaved,
     store_pairs,
 )
+from .tables import has_equal_halves
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -73,6 +74,7 @@ def rope_rows_kernel(
     NOPE_PADDED: tl.constexpr,
     BATCHED: tl.constexpr,
     POSITIONS: tl.constexpr,
+    EQUAL_HALVES: tl.constexpr,
     READ_HALVES: tl.constexpr,
     WRITE_HALVES: tl.constexpr,
     INVERSE: tl.constexpr,
@@ -120,8 +122,12 @@ def rope_rows_kernel(
         POSITIONS,
         REACH,
     )
-    cos_l, cos_r = load_table_row(p_cos, position, m_row, table_rows, cos_stride, EMB, EMB_PADDED, POSITIONS)
-    sin_l, sin_r = load_table_row(p_sin, position, m_row, table_rows, sin_stride, EMB, EMB_PADDED, POSITIONS)
+    cos_l, cos_r = load_table_row(
+        p_cos, position, m_row, table_rows, cos_stride, EMB, EMB_PADDED, POSITIONS, EQUAL_HALVES
+    )
+    sin_l, sin_r = load_table_row(
+        p_sin, position, m_row, table_rows, sin_stride, EMB, EMB_PADDED, POSITIONS, EQUAL_HALVES
+    )
     if not READ_HALVES:  # only now, because splitting waits for the load
         first, second = split_interleaved(b_pairs)
     first, second = rotate_pairs(first, second, cos_l, cos_r, sin_l, sin_r, INVERSE, TRANSPOSED)
@@ -233,6 +239,7 @@ def launch_rope_rows(
             NOPE_PADDED=padded(nope_dim),
             BATCHED=batched,
             POSITIONS=rule,
+            EQUAL_HALVES=has_equal_halves(cos, sin),
             READ_HALVES=read_halves,
             WRITE_HALVES=write_halves,
             INVERSE=inverse,

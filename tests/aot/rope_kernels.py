@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 from mla_attention.fusions.rope import concat, key_value_kernels, key_value_launch, raw, rotation, rows
+from mla_attention.fusions.rope.tables import mark_equal_halves
 from tests.aot.harness import Compiled, Target, compile_kernel, stop_at_ptx, without_debug_lines
 
 KERNELS = (
@@ -49,13 +50,20 @@ def recorded_launches() -> Iterator[list[tuple[Any, tuple[Any, ...], dict[str, A
 
 
 def launch(
-    function: str, shape: tuple[int, int, int, int], tokens: int = 32, packed: bool = False, **forced: Any
+    function: str,
+    shape: tuple[int, int, int, int],
+    tokens: int = 32,
+    packed: bool = False,
+    equal_halves: bool = False,
+    **forced: Any,
 ) -> None:
-    """Launch one of the functions on empty tensors of a shape."""
+    """Launch one of the functions on empty tensors of a shape, with tables known to repeat or not."""
     heads, k_dim, emb_dim, v_dim = shape
     lead = (tokens,) if packed else (tokens, 1)
     cu = torch.zeros(1 + tokens // 3, dtype=torch.int32) if packed else None
     table = torch.empty(tokens, 1, 1, emb_dim)
+    if equal_halves:
+        mark_equal_halves(table)
 
     def tensor(n: int, width: int) -> torch.Tensor:
         return torch.empty(*lead, n, width, dtype=torch.bfloat16)
@@ -113,13 +121,13 @@ def memory_orders(target: Target, blocks: list[int], warps: list[int], layouts: 
     ]
 
 
-def chosen_launches(targets: list[Target], shapes: list[str], packed: bool) -> list[dict[str, Any]]:
+def chosen_launches(targets: list[Target], shapes: list[str], packed: bool, equal_halves: bool) -> list[dict[str, Any]]:
     """Every function as it is launched by default."""
     facts = []
     for target in targets:
         for shape in shapes:
             for function in FUNCTIONS:
-                kernel = compiled(function, SHAPES[shape], tuple(target), packed=packed)
+                kernel = compiled(function, SHAPES[shape], tuple(target), packed=packed, equal_halves=equal_halves)
                 order = kernel.memory_order if function.startswith("inplace") else []
                 facts.append(
                     {

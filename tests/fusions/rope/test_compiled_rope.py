@@ -30,19 +30,22 @@ def test_a_barrier_parts_loads_from_stores_for_every_block(arch, layouts):
 
 
 @pytest.mark.parametrize(
-    ("target", "shapes", "packed"),
+    ("target", "shapes", "packed", "equal_halves"),
     [
-        (("cuda", 90), ["glm5", "glm5 over 8 ranks", "deepseek_v3", "indexer query", "indexer key"], False),
-        (("cuda", 90), ["glm5", "odd widths"], True),
-        (("cuda", 80), ["glm5", "odd widths"], False),
-        (("cuda", 100), ["glm5", "deepseek_v3"], False),
-        (("hip", "gfx942"), ["glm5", "odd widths"], False),
-        (("hip", "gfx942"), ["deepseek_v3"], True),
+        (("cuda", 90), ["glm5", "glm5 over 8 ranks", "deepseek_v3", "indexer query", "indexer key"], False, True),
+        (("cuda", 90), ["glm5 over 8 ranks", "deepseek_v3", "indexer query", "indexer key"], False, False),
+        (("cuda", 90), ["glm5", "odd widths"], True, False),
+        (("cuda", 90), ["glm5"], True, True),
+        (("cuda", 80), ["glm5", "odd widths"], False, True),
+        (("cuda", 100), ["glm5", "deepseek_v3"], False, False),
+        (("hip", "gfx942"), ["glm5", "odd widths"], False, False),
+        (("hip", "gfx942"), ["deepseek_v3"], True, True),
     ],
     ids=str,
 )
-def test_default_launches_compile_without_spills(target, shapes, packed):
-    for fact in in_fresh_process(f"{MODULE}:chosen_launches", targets=[target], shapes=shapes, packed=packed):
+def test_default_launches_compile_without_spills(target, shapes, packed, equal_halves):
+    how = dict(targets=[target], shapes=shapes, packed=packed, equal_halves=equal_halves)
+    for fact in in_fresh_process(f"{MODULE}:chosen_launches", **how):
         assert fact["spills"] == 0, fact["case"]
         assert not fact["fused_products"], fact["case"]  # the twin rounds products as well
         if fact["order"] and target[0] == "cuda":

@@ -73,9 +73,14 @@ def test_key_value_touches_its_own_heads_only(heads, block_heads, block_tokens, 
     launch_key_value(
         kv_end, pos_end, key_end, value_end, cos, sin, None, None, emb, k_dim, v_dim, backward=backward, **forced
     )
-    for guard, exact in zip(outputs, expected, strict=True):
+    for guard in outputs:
         guard.check()
-        assert ulps(guard.tensor, exact) <= (SUM_ULPS if backward else 0)
+    assert torch.equal(first, expected[0])
+    if backward:  # a sum of heads: its rounding is one of its terms, which may cancel
+        terms = sources[0][..., k_dim:].abs().sum(-2, keepdim=True).max()
+        assert (second - expected[1]).abs().max() <= 2.0**-20 * terms
+    else:
+        assert torch.equal(second, expected[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
