@@ -31,6 +31,7 @@ from mla_attention.key_value_assembly import KeyValueAssembly
 from mla_attention.latent_cache import LatentCache
 from mla_attention.layers import build_layers
 from mla_attention.logits import largest_logits
+from mla_attention.output_projection import project_contexts
 from mla_attention.outputs import AttentionAux
 from mla_attention.packed import PackedSeqParams
 from mla_attention.qk_clip import clip_projections
@@ -183,13 +184,13 @@ class MLASelfAttention(nn.Module):
         q_latent, kv_latent, k_pe, started = self._project_down(hidden)
         kv_latent, k_pe = self._key_latents(kv_latent, k_pe, tokens, started)
         if self.config.experimental_attention_variant == "dsa":
-            context, aux = self._attend_sparse(
+            contexts, aux = self._attend_sparse(
                 hidden, q_latent, kv_latent, k_pe, tokens, topk_indices, cache, return_aux
             )
         else:
             refuse_topk_indices(topk_indices)
-            context, aux = self._attend_dense(q_latent, kv_latent, k_pe, tokens, cache, return_aux)
-        output = self._leave(context, tokens)
+            contexts, aux = self._attend_dense(q_latent, kv_latent, k_pe, tokens, cache, return_aux)
+        output = self._leave(contexts, tokens)
         bias = self.linear_proj.local_bias()
         return (output, bias, aux) if return_aux else (output, bias)
 
@@ -293,9 +294,10 @@ class MLASelfAttention(nn.Module):
         tokens: TokenLayout,
         cache: LatentCache | None,
         return_aux: bool,
-    ) -> tuple[Tensor, AttentionAux]:
+    ) -> tuple[tuple[Tensor, ...], AttentionAux]:
+        """The context of each group of heads `[.., n/groups, Dv]`; mostly there is one group."""
         if cache is not None:
-            return self._attend_cached(q_latent, kv_latent, k_pe, tokens, cache), AttentionAux()
+            return (self._attend_cached(q_latent, kv_latent, k_pe, tokens, cache),), AttentionAux()
         largest: list[Tensor] = []
 
         def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -306,10 +308,10 @@ class MLASelfAttention(nn.Module):
         latents = (q_latent, kv_latent, k_pe)
         groups = head_groups(self, q_latent)
         if groups == 1:
-            context = self._with_operands(self._expand, core, latents, tokens)
+            contexts: tuple[Tensor, ...] = (self._with_operands(self._expand, core, latents, tokens),)
         else:
-            context = attend_in_groups(self, core, latents, tokens, groups)
-        return context, AttentionAux(max_attention_logits=torch.cat(largest) if largest else None)
+            contexts = attend_in_groups(self, core, latents, tokens, groups)
+        return contexts, AttentionAux(max_attention_logits=torch.cat(largest) if largest else None)
 
     def _attend_sparse(
         self,
@@ -321,9 +323,9 @@ class MLASelfAttention(nn.Module):
         topk_indices: Tensor | None,
         cache: LatentCache | None,
         return_aux: bool,
-    ) -> tuple[Tensor, AttentionAux]:
+    ) -> tuple[tuple[Tensor, ...], AttentionAux]:
         latents = (q_latent, kv_latent, k_pe)
-        return self.core_attention(
+        context, aux = self.core_attention(
             hidden,
             q_latent,
             tokens,
@@ -337,6 +339,7 @@ class MLASelfAttention(nn.Module):
             cache=cache,
             return_aux=return_aux,
         )
+        return (context,), aux
 
     def _attend_cached(
         self, q_latent: Tensor, kv_latent: Tensor, k_pe: Tensor, tokens: TokenLayout, cache: LatentCache
@@ -461,12 +464,12 @@ class MLASelfAttention(nn.Module):
         hidden = hidden_states if tokens.packed is None else hidden_states.squeeze(1)
         return without_padding(hidden, self._token_rows(tokens))
 
-    def _leave(self, context: Tensor, tokens: TokenLayout) -> Tensor:
-        """Output `[S, B, H]` or `[T, 1, H]` of the context `[.., n, Dv]`, zero where a row holds no token."""
-        context = context.flatten(-2)
+    def _leave(self, contexts: tuple[Tensor, ...], tokens: TokenLayout) -> Tensor:
+        """Output `[S, B, H]` or `[T, 1, H]` of the contexts of all heads, zero where a row holds no token."""
         if tokens.packed is not None:
-            context = context.unsqueeze(1)
-        return without_padding(self.comm.from_heads(self.linear_proj(context)), self._token_rows(tokens))
+            contexts = tuple(context.unsqueeze(1) for context in contexts)
+        output = self.comm.from_heads(project_contexts(self.linear_proj, contexts))
+        return without_padding(output, self._token_rows(tokens))
 
     def _token_rows(self, tokens: TokenLayout) -> Tensor | None:
         """Which of the rank's rows of hidden states hold a token; None where all do."""

@@ -6,8 +6,8 @@ The second part is as large as the first. Heads do not see each other, so they m
 through its own rows of the up projections: autograd then finishes the backward of one group, freeing what that group
 had kept, before it starts the other, and the second part is halved.
 
-The price is a copy of the output (the groups' contexts side by side) and of the up projections' weight gradients, and
-one addition of the latents' gradients, which are then sums of two rounded halves.
+The price is a copy of the contexts side by side (`output_projection.py`) and of the up projections' weight gradients,
+and one addition of the latents' gradients, which are then sums of two rounded halves.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def head_groups(layer: MLASelfAttention, q_latent: Tensor) -> int:
     """How many groups of heads a forward attends in: two for a large training step on a GPU, else one.
 
     Args:
-        layer: the layer; its up projections must be plain ones whose outputs nobody watches, since they are bypassed.
+        layer: the layer; its up and output projections must be plain ones that nobody watches, since they are bypassed.
         q_latent: `[.., Rq]`, one row for each query.
     """
     config = layer.config
     watched = any(
-        type(up) is not Linear or up._forward_hooks or up._forward_pre_hooks
-        for up in (layer.query_up_proj, layer.linear_kv_up_proj)
+        type(linear) is not Linear or linear._forward_hooks or linear._forward_pre_hooks
+        for linear in (layer.query_up_proj, layer.linear_kv_up_proj, layer.linear_proj)
     )
     width = layer.num_heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
     query_bytes = q_latent.shape[:-1].numel() * width * q_latent.element_size()
@@ -63,8 +63,8 @@ def attend_in_groups(
     latents: tuple[Tensor, Tensor, Tensor],
     tokens: TokenLayout,
     groups: int,
-) -> Tensor:
-    """`core(query, key, value)` of each group of heads, side by side `[.., n, Dv]`.
+) -> tuple[Tensor, ...]:
+    """`core(query, key, value)` of each group of heads, `[.., n/groups, Dv]`.
 
     Args:
         layer: whose up projections and rotation are used.
@@ -86,4 +86,4 @@ def attend_in_groups(
         key, value = layer.assemble.up_project(kv_latent, k_pe, kv_weight, tokens.keys)
         contexts.append(core(query, key, value))
         del query, key, value  # only core attention's backward keeps them
-    return torch.cat(contexts, dim=-2)
+    return tuple(contexts)

@@ -4,6 +4,10 @@
     dlatent = dvalue @ Wv + dkey @ [Wk | 0]
     dWk[h] = dkey[:, h, :Dn]^T latent      dWv[h] = dvalue[:, h]^T latent
 
+Few heads are few tiles of a batched GEMM over all tokens, which then leaves most of a GPU idle: there the weight's
+gradient is two flat GEMMs, whose rows for the rope channels are dropped. On an H200, 65536 tokens, 192/64/256: 370
+against 421 us for 8 heads, 721 against 624 for 16.
+
 Under torch.compile they are operators that it takes as they are; otherwise plain calls, which cost the host less.
 """
 
@@ -12,6 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+_FEW_HEADS = 8
 
 
 def up_project_into(latent: Tensor, weight: Tensor, key: Tensor, value: Tensor) -> None:
@@ -49,10 +55,14 @@ def _up_project_gradients(latent: Tensor, weight: Tensor, dkey: Tensor, dvalue: 
     key_rows = F.pad(per_head[:, :k_dim], (0, 0, 0, dkey.shape[-1] - k_dim)).flatten(0, 1)
     dlatent = dvalue.flatten(1) @ per_head[:, k_dim:].flatten(0, 1)
     dlatent.addmm_(dkey.flatten(1), key_rows)
-    every_head = latent.expand(heads, *latent.shape)
     dweight = torch.empty_like(per_head)
-    torch.bmm(dkey.transpose(0, 1)[..., :k_dim].mT, every_head, out=dweight[:, :k_dim])
-    torch.bmm(dvalue.transpose(0, 1).mT, every_head, out=dweight[:, k_dim:])
+    if heads <= _FEW_HEADS:
+        dweight[:, :k_dim] = (dkey.flatten(1).mT @ latent).view(heads, -1, latent.shape[1])[:, :k_dim]
+        dweight[:, k_dim:] = (dvalue.flatten(1).mT @ latent).view(heads, v_dim, -1)
+    else:
+        every_head = latent.expand(heads, *latent.shape)
+        torch.bmm(dkey.transpose(0, 1)[..., :k_dim].mT, every_head, out=dweight[:, :k_dim])
+        torch.bmm(dvalue.transpose(0, 1).mT, every_head, out=dweight[:, k_dim:])
     return dlatent, dweight.view_as(weight)
 
 

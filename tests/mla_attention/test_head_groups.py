@@ -5,6 +5,7 @@ import torch
 
 from mla_attention import MLASelfAttention, PackedSeqParams, head_groups
 from mla_attention.configs import tiny
+from mla_attention.output_projection import project_contexts
 
 
 def build(**fields):
@@ -47,7 +48,53 @@ def test_only_large_training_steps_on_a_gpu_are_grouped(monkeypatch):
     handle = layer.linear_q_up_proj.register_forward_hook(lambda *_: None)
     assert head_groups.head_groups(layer, on_gpu) == 1
     handle.remove()
+    handle = layer.linear_proj.register_forward_pre_hook(lambda *_: None)
+    assert head_groups.head_groups(layer, on_gpu) == 1
+    handle.remove()
     for fields in ({"num_attention_heads": 5}, {"kv_assembly": "split"}, {"recompute_up_proj": True}):
         assert head_groups.head_groups(build(**fields), on_gpu) == 1
     on_gpu.shape = torch.Size([16, 1, 48])
     assert head_groups.head_groups(layer, on_gpu) == 1
+
+
+def test_the_output_projection_of_groups_makes_contiguous_gradients_and_keeps_no_concatenation():
+    layer = build()
+    heads, width = layer.config.num_attention_heads, layer.config.v_head_dim
+    contexts = tuple(torch.randn(5, 2, heads // 2, width, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        output = project_contexts(layer.linear_proj, contexts)
+    own = {t.untyped_storage().data_ptr() for t in (*contexts, layer.linear_proj.weight)}
+    assert {t.untyped_storage().data_ptr() for t in kept} <= own
+    direction = torch.randn_like(output)
+    leaves = (*contexts, layer.linear_proj.weight)
+    found = torch.autograd.grad(output, leaves, direction, retain_graph=True)
+    assert all(g.is_contiguous() for g in found)
+    plain = layer.linear_proj(torch.cat(contexts, dim=-2).flatten(-2))
+    assert torch.equal(output, plain)
+    for a, b in zip(found, torch.autograd.grad(plain, leaves, direction), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+    (only,) = torch.autograd.grad(output, contexts[:1], direction)
+    assert torch.equal(only, found[0])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_frozen_output_projection_and_autocast(monkeypatch, autocast):
+    layer = build().float()
+    layer.linear_proj.weight.requires_grad_(False)
+    hidden = torch.randn(7, 2, layer.config.hidden_size, requires_grad=True)
+
+    def run() -> list[torch.Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            output = layer(hidden)[0]
+        output.float().square().sum().backward()
+        found = [output.detach(), hidden.grad, *(p.grad for p in layer.parameters() if p.requires_grad)]
+        hidden.grad = None
+        layer.zero_grad()
+        return found
+
+    plain = run()
+    monkeypatch.setattr("mla_attention.attention.head_groups", lambda *_: 2)
+    for a, b in zip(run(), plain, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, rtol=0, atol=(2e-2 if autocast else 1e-5) * b.abs().max().item())
