@@ -23,7 +23,7 @@ def group_of(kernel: str) -> str:
     return "rest"
 
 
-def summarise(kernels: Iterable[tuple[str, float]], steps: int = 1, top: int = 12) -> dict[str, Any]:
+def summarise(kernels: Iterable[tuple[str, float]], steps: int = 1, top: int = 40) -> dict[str, Any]:
     """Group (name, microseconds) kernel times.
 
     Args:
