@@ -6,8 +6,8 @@
 
 A tensor passes when fused and unfused differ by at most a fraction of its largest value (1e-2 in bf16, 1e-3 in fp16,
 1e-5 in fp32), and when fused is no further from fp64 than unfused is, with leeway for sums in another order: 10 %, a
-fiftieth of the dtype's epsilon and four of fp32's. A scalar has no norm over many errors, and the unfused one's may be 0
-by chance: there it is sixteen of fp32's.
+fiftieth of the dtype's epsilon and four of fp32's. A scalar has no norm over many errors, and the unfused one's may be
+0 by chance: there it is sixteen of fp32's.
 Exit status 0: all pass, 1: some fail, 2: the arguments do not fit together.
 
 Without a GPU the kernels run in Triton's interpreter on small shapes, not in bf16: it truncates where a GPU

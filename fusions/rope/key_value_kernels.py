@@ -6,9 +6,9 @@
 
 Layout: `[S, B, n, d]` or `[T, n, d]` with any strides but a last one of 1. A program holds a block of tokens and a
 block of their heads; heads beyond n are masked, in loads (with 0) and stores. Forward rotates once a token and stores
-the result to all heads of the block. Backward gives the sum over heads to programs of their own, the first of the grid:
-a thread adds all heads of its channels, so that there are no atomics, nothing crosses threads, and the order of the sum
-depends on the shape alone.
+the result to all heads of the block. Backward gives the sum over heads to programs of their own, which hold all heads
+of their tokens, so that there are no atomics and the order of the sum depends on the shape alone; they lie in the grid
+beside the programs that copy the same tokens.
 Bytes: forward n*(k_dim + v_dim) + emb_dim read and n*(k_dim + emb_dim + v_dim) written a token, backward the reverse.
 """
 
@@ -86,37 +86,38 @@ def _store_to_heads(
 
 @triton.jit
 def _sum_of_heads(
-    p_token,
+    p_lane,
+    o_lane,
+    m_lane,
     head_stride,
-    m_token,
     HEADS: tl.constexpr,
-    SUM_H: tl.constexpr,
+    LANES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     EMB: tl.constexpr,
     PADDED: tl.constexpr,
     HALVES: tl.constexpr,
 ):
-    """Members of the pairs of the fp32 sum over all heads, `[tokens, PADDED // 2]` each; a step reads SUM_H heads."""
+    """Members of the pairs of the fp32 sum over all heads, `[tokens, PADDED // 2]` each.
+
+    Row (token, lane) adds heads lane, lane + LANES, .., AT_ONCE of them a step; then the lanes of a token are added.
+    """
     o_half = tl.arange(0, PADDED // 2)
-    m_half = columns_mask(m_token, o_half, EMB // 2, PADDED // 2)
+    m_half = columns_mask(m_lane, o_half, EMB // 2, PADDED // 2)
     TO_SECOND: tl.constexpr = EMB // 2 if HALVES else 1
-    p_first = p_token[:, None] + (o_half if HALVES else o_half * 2)[None, :]
-    next_head = tl.zeros([1, 1], dtype=tl.int64) + head_stride
-    first = tl.zeros([p_token.shape[0], PADDED // 2], dtype=tl.float32)
-    second = tl.zeros([p_token.shape[0], PADDED // 2], dtype=tl.float32)
-    for i_head in range(0, HEADS, SUM_H):
-        some_first = tl.load(p_first, mask=m_half, other=0.0).to(tl.float32)
-        some_second = tl.load(p_first + TO_SECOND, mask=m_half, other=0.0).to(tl.float32)
-        for j in tl.static_range(1, SUM_H):
-            p_first += next_head
+    p_first = p_lane[:, None] + (o_half if HALVES else o_half * 2)[None, :]
+    first = tl.zeros([p_lane.shape[0], PADDED // 2], dtype=tl.float32)
+    second = tl.zeros([p_lane.shape[0], PADDED // 2], dtype=tl.float32)
+    for i_head in range(0, HEADS, LANES * AT_ONCE):
+        for j in tl.static_range(AT_ONCE):
+            o_head = i_head + j * LANES + o_lane
             m_head = m_half
-            if HEADS % SUM_H != 0:
-                m_head = m_half & (i_head + j < HEADS)
-            some_first += tl.load(p_first, mask=m_head, other=0.0).to(tl.float32)
-            some_second += tl.load(p_first + TO_SECOND, mask=m_head, other=0.0).to(tl.float32)
-        p_first += next_head
-        first += some_first
-        second += some_second
-    return first, second
+            if HEADS % (LANES * AT_ONCE) != 0:
+                m_head = m_half & (o_head < HEADS)[:, None]
+            p_head = p_first + (o_head.to(tl.int64) * head_stride)[:, None]
+            first += tl.load(p_head, mask=m_head, other=0.0).to(tl.float32)
+            second += tl.load(p_head + TO_SECOND, mask=m_head, other=0.0).to(tl.float32)
+    SHAPE: tl.constexpr = (p_lane.shape[0] // LANES, LANES, PADDED // 2)
+    return tl.sum(tl.reshape(first, SHAPE), axis=1), tl.sum(tl.reshape(second, SHAPE), axis=1)
 
 
 @triton.jit(do_not_specialize=NOT_SPECIALIZED)
@@ -263,19 +264,26 @@ def key_value_backward_kernel(
     POSITIONS: tl.constexpr,
     EQUAL_HALVES: tl.constexpr,
     HALVES: tl.constexpr,
+    GROUP_T: tl.constexpr,
     SUM_T: tl.constexpr,
-    SUM_H: tl.constexpr,
+    LANES: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
     BLOCKS_H: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
-    i_sum = tl.program_id(0)
-    n_sums = tl.cdiv(n_tokens, SUM_T)
-    if i_sum < n_sums:  # the sum over heads
+    SUMS: tl.constexpr = GROUP_T // SUM_T  # programs of a group of tokens
+    COPIES: tl.constexpr = GROUP_T // BLOCK_T * BLOCKS_H if COPY else 0
+    i_group = tl.program_id(0) // (SUMS + COPIES)
+    i_part = tl.program_id(0) % (SUMS + COPIES)
+    if i_part < SUMS:  # the sum over heads
+        i_sum = i_group * SUMS + i_part
         o_token = i_sum * SUM_T + tl.arange(0, SUM_T)
         m_token = o_token < n_tokens
         o_s, o_b = _token_index(o_token, batch, BATCHED)
-        p_token = p_dkey + o_s * dkey_s + o_b * dkey_b + K
+        o_lane_token, o_lane, m_lane = _head_rows(i_sum, 0, n_tokens, LANES, SUM_T, LANES)
+        o_lane_s, o_lane_b = _token_index(o_lane_token, batch, BATCHED)
+        p_lane = p_dkey + o_lane_s * dkey_s + o_lane_b * dkey_b + K
         position = block_positions(
             i_sum * SUM_T,
             o_token,
@@ -297,12 +305,12 @@ def key_value_backward_kernel(
         sin_l, sin_r = load_table_row(
             p_sin, position, m_token, table_rows, sin_stride, EMB, EMB_PADDED, POSITIONS, EQUAL_HALVES
         )
-        first, second = _sum_of_heads(p_token, dkey_h, m_token, HEADS, SUM_H, EMB, EMB_PADDED, HALVES)
+        first, second = _sum_of_heads(p_lane, o_lane, m_lane, dkey_h, HEADS, LANES, AT_ONCE, EMB, EMB_PADDED, HALVES)
         first, second = rotate_pairs(first, second, cos_l, cos_r, sin_l, sin_r, False, True)
         store_pairs(p_dpos + o_s * dpos_s + o_b * dpos_b, m_token, first, second, EMB, EMB_PADDED, False)
     elif COPY:
-        i_tokens = (i_sum - n_sums) // BLOCKS_H
-        i_heads = (i_sum - n_sums) % BLOCKS_H
+        i_tokens = i_group * (GROUP_T // BLOCK_T) + (i_part - SUMS) // BLOCKS_H
+        i_heads = (i_part - SUMS) % BLOCKS_H
         o_row_token, o_row_head, m_row = _head_rows(i_tokens, i_heads, n_tokens, HEADS, BLOCK_T, BLOCK_H)
         o_row_s, o_row_b = _token_index(o_row_token, batch, BATCHED)
         p_dkv_row = p_dkv + o_row_s * dkv_s + o_row_b * dkv_b + o_row_head * dkv_h

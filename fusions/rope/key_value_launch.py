@@ -21,9 +21,16 @@ def key_value_blocks(emb_dim: int, k_dim: int, v_dim: int, heads: int, copy: boo
     return max(1, rows // block_heads), block_heads, 4
 
 
-def sum_blocks(emb_dim: int, heads: int) -> tuple[int, int]:
-    """Tokens of a program that sums over heads, 8 channels of a half a thread, and the heads that it loads at once."""
-    return max(1, min(128, 2048 // padded(emb_dim))), min(padded(heads), 8)
+def sum_blocks(emb_dim: int, heads: int) -> tuple[int, int, int]:
+    """Of a program that sums over heads: tokens, lanes of a token, and heads that a lane loads at once.
+
+    A thread of 4 warps has 8 channels of each half of one lane. With many heads two tokens are enough for a program, and
+    their heads are shared out among lanes; with few heads there are more tokens, whose lanes then add up less.
+    """
+    rows = max(1, min(128, 2048 // padded(emb_dim)))
+    tokens = min(rows, max(2, 128 // padded(heads)))
+    lanes = min(padded(heads), max(8, padded(heads) // 8), rows // tokens)
+    return tokens, lanes, min(4, padded(blocks(heads, lanes)))
 
 
 def launch_key_value(
@@ -84,9 +91,12 @@ def launch_key_value(
     block_t, block_h, warps = block_tokens or chosen[0], block_heads or chosen[1], num_warps or chosen[2]
     kernel, programs, sums = key_value_kernel, blocks(tokens, block_t) * blocks(heads, block_h), {}
     if backward:
-        sum_t, sum_h = sum_blocks(emb_dim, heads)
-        sums = {"SUM_T": block_tokens or sum_t, "SUM_H": sum_h}
-        kernel, programs = key_value_backward_kernel, blocks(tokens, sums["SUM_T"]) + (programs if copy else 0)
+        sum_t, lanes, at_once = sum_blocks(emb_dim, heads)
+        sum_t = block_tokens or sum_t
+        group = max(sum_t, block_t) if copy else sum_t
+        parts = group // sum_t + (group // block_t * blocks(heads, block_h) if copy else 0)
+        kernel, programs = key_value_backward_kernel, blocks(tokens, group) * parts
+        sums = {"GROUP_T": group, "SUM_T": sum_t, "LANES": lanes, "AT_ONCE": at_once}
     with on_device_of(key):
         kernel[(programs,)](
             *ends,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mla_attention.fusions.rope.key_value_launch import key_value_blocks
+from mla_attention.fusions.rope.key_value_launch import key_value_blocks, sum_blocks
 from mla_attention.fusions.rope.rows import rows_launch
 from tests.aot.harness import in_fresh_process
 
@@ -82,8 +82,15 @@ def test_launch_choice_depends_on_the_shape_alone():
     assert rows_launch(64, 0, 64) == rows_launch(64, 0, 128) == (16, 4)
     assert rows_launch(64, 0, 8) == (32, 8)
     assert rows_launch(64, 0, 1) == (16, 2)
-    for emb_dim in (2, 4, 48, 64, 96, 128, 512):
+    assert sum_blocks(64, 128) == (2, 16, 4)
+    assert sum_blocks(64, 32) == (4, 8, 4)
+    assert sum_blocks(64, 8) == (16, 2, 4)
+    for emb_dim in (2, 4, 48, 64, 96, 128, 512, 4096):
         for heads in (1, 3, 12, 128):
+            tokens, lanes, at_once = sum_blocks(emb_dim, heads)
+            assert tokens * lanes in BLOCKS
+            assert lanes <= 2 * heads
+            assert at_once in (1, 2, 4)
             for nope_dim in (0, 1, 192, 512, 8192):
                 rows, warps = rows_launch(emb_dim, nope_dim, heads)
                 assert rows in BLOCKS
