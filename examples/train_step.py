@@ -112,10 +112,15 @@ def train(
             speed = tokens * (step - logged) / (now - since)
             logged, since = step, now
             progress.set_postfix_str(
-                f"loss={value:.4f}, {speed:,.0f} tokens/s, peak {peak_memory():.2f} GiB", refresh=False
+                f"loss={digits(value)}, {speed:,.0f} tokens/s, peak {peak_memory():.2f} GiB", refresh=False
             )
             report(step, value, speed)
     return torch.stack(losses).tolist()
+
+
+def digits(loss: float) -> str:
+    """A loss in fixed notation; an indexer's divergence starts at thousandths and falls."""
+    return f"{loss:.4f}" if loss >= 0.01 else f"{loss:.8f}"
 
 
 def peak_memory() -> float:
@@ -210,7 +215,7 @@ def main(argv: list[str] | None = None) -> None:
             tqdm.write(line)
 
     def report(step: int, loss: float, speed: float) -> None:
-        say(f"step {step} loss {loss:.4f}  {speed:,.0f} tokens/s  peak {peak_memory():.2f} GiB")
+        say(f"step {step} loss {digits(loss)}  {speed:,.0f} tokens/s  peak {peak_memory():.2f} GiB")
         if board is not None:
             board.add_scalar("loss", loss, step)
             board.add_scalar("tokens_per_second", speed, step)
@@ -231,7 +236,8 @@ def main(argv: list[str] | None = None) -> None:
     first, last = (sum(part) / tenth for part in (losses[:tenth], losses[-tenth:]))
     say(
         f"done: {args.steps} steps in {seconds:.1f} s, {args.steps * tokens / seconds:,.0f} tokens/s, "
-        f"peak memory {peak_memory():.2f} GiB, mean over the first {tenth} step(s) {first:.4f}, the last {last:.4f}"
+        f"peak memory {peak_memory():.2f} GiB, mean over the first {tenth} step(s) {digits(first)}, "
+        f"the last {digits(last)}"
     )
     if ranks.mesh is not None:
         torch.distributed.destroy_process_group()

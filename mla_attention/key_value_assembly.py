@@ -9,8 +9,8 @@ and writes all of key and value once more, forward and backward) and less is kep
 
 `auto` takes `gemm` on CUDA wherever the up-projection is a plain linear whose output nobody asks for, else `split`.
 Its time over the split's on an H200, bf16 (`benchmarks/assembly.py`), up-projection included: forward 0.63 to 0.74;
-backward 0.83 for 64 heads of 192/64/256, 0.86 for 128 heads of 128/64/128, 1.11 for 8 heads of 192/64/256, where the
-two directions together are still 0.96. So the shape does not change the choice.
+backward 0.81 for 64 heads of 192/64/256, 0.85 for 128 heads of 128/64/128, 0.88 for 8 heads of 192/64/256. So the shape
+does not change the choice.
 """
 
 from __future__ import annotations
