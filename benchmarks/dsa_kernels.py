@@ -21,9 +21,10 @@ KV_RANK, ROPE_DIM, INDEX_WIDTH = 512, 64, 128
 GATE_ROWS = 128
 SCORE_SHAPES = (
     *((32, 2048, 32768), (64, 2048, 32768)),
-    *((32, 4096, 4096), (32, 8192, 8192), (32, 32768, 32768)),  # what the KL's backward is held against
+    # what the KL's backward is held against
+    *((32, 4096, 4096), (32, 8192, 8192), (32, 32768, 32768), (32, 65536, 65536)),
 )
-KL_SHAPES = ((2048, 8192), (2048, 32768), (None, 4096))
+KL_SHAPES = ((2048, 8192), (2048, 32768), (2048, 65536), (None, 4096))
 EAGER_TOKENS = 8192  # rows up to which whole sequences are timed in eager form
 Pairs = list[tuple[Tensor, Tensor]]
 

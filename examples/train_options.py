@@ -97,8 +97,8 @@ def resolve(args: argparse.Namespace) -> torch.device:
     args.log_every = args.log_every or max(args.steps // 10, 1)
     if args.fused_rope and not on_gpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError("--fused-rope: given on a CPU, allowed on a CUDA device (or with TRITON_INTERPRET=1)")
-    if args.lr is not None and not args.lr > 0:
-        raise ValueError(f"--lr: given {args.lr}, allowed are numbers > 0")
+    if args.lr is not None and not 0 < args.lr < math.inf:
+        raise ValueError(f"--lr: given {args.lr}, allowed are finite numbers > 0")
     chunks = 2 * args.cp if args.cp > 1 else 1
     args.document_multiple = args.document_multiple or chunks
     if args.document_multiple % chunks != 0:
@@ -131,6 +131,8 @@ def build_config(args: argparse.Namespace) -> MLAConfig:
                 "--indexer-loss-coeff: given with dense attention, allowed with --mode dense_warmup|sparse"
             )
         return get_preset(args.preset, experimental_attention_variant=None, **overrides)
+    if args.mode == "dense_warmup" and args.indexer_loss_coeff == 0:
+        raise ValueError("--indexer-loss-coeff: given 0 with --mode dense_warmup, which trains by that loss alone")
     if args.preset == "tiny":
         overrides |= {
             "experimental_attention_variant": "dsa",

@@ -150,9 +150,12 @@ def check_plot(path: Path | None) -> None:
     if not path.absolute().parent.is_dir():
         raise ValueError(f"--plot: given {str(path)!r}, allowed is a file in a folder that exists")
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.backend_bases import FigureCanvasBase
     except ImportError as error:
         raise ValueError('--plot: needs matplotlib, pip install "mla-attention[examples]"') from error
+    known = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise ValueError(f"--plot: given {str(path)!r}, allowed are names that end in .{', .'.join(sorted(known))}")
 
 
 def draw_losses(losses: list[float], path: Path, title: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -73,3 +74,12 @@ def as_device(device: object) -> torch.device:
 def is_autocast(device: torch.device) -> bool:
     """Whether autocast is on for a device; meta, which torch refuses to be asked about, has none."""
     return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
+def as_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors as autocast would hand them to a matrix product: in its dtype where it is on, but fp64 as it is."""
+    device = tensors[0].device
+    if not is_autocast(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device.type)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)

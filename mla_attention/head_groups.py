@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mla_attention.layers.torch_layers import Linear
+from mla_attention.layers.torch_layers import obstacle_to_bypassing, watcher
 from mla_attention.token_layout import TokenLayout
 
 if TYPE_CHECKING:
@@ -37,21 +37,19 @@ def head_groups(layer: MLASelfAttention, q_latent: Tensor) -> int:
         q_latent: `[.., Rq]`, one row for each query.
     """
     config = layer.config
-    watched = any(
-        type(linear) is not Linear or linear._forward_hooks or linear._forward_pre_hooks
-        for linear in (layer.query_up_proj, layer.linear_kv_up_proj, layer.linear_proj)
-    )
+    bypassed = (layer.query_up_proj, layer.linear_kv_up_proj, layer.linear_proj)
     width = layer.num_heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
     query_bytes = q_latent.shape[:-1].numel() * width * q_latent.element_size()
     if (
-        watched
-        or not (q_latent.is_cuda and torch.is_grad_enabled())
+        not (q_latent.is_cuda and torch.is_grad_enabled())
         or torch.compiler.is_compiling()  # the compiler plans its own memory
         or config.recompute_up_proj
         or config.kv_assembly == "split"
         or config.core_attention_backend == "te"
         or layer.num_heads % _GROUPS
         or query_bytes < _LARGE_QUERY
+        or any(obstacle_to_bypassing(linear) for linear in bypassed)
+        or watcher(layer.core_attention)  # who would see it called twice
     ):
         return 1
     return _GROUPS

@@ -8,7 +8,7 @@ fills in the rotated shared key. Backward reads dkey where it lies, as a strided
 and writes all of key and value once more, forward and backward) and less is kept.
 
 `auto` takes `gemm` on CUDA wherever the up-projection is a plain linear whose output nobody asks for, else `split`.
-Its time over the split's on an H200, bf16 (`benchmarks/assembly.py`), up-projection included: forward 0.63 to 0.74;
+Its time over the split's on an H200, bf16 (`benchmarks/assembly.py`), up-projection included: forward 0.63 to 0.73;
 backward 0.81 for 64 heads of 192/64/256, 0.85 for 128 heads of 128/64/128, 0.88 for 8 heads of 192/64/256. So the shape
 does not change the choice.
 """
@@ -19,13 +19,13 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mla_attention import fusions
-from mla_attention.argument_checks import is_autocast
+from mla_attention.argument_checks import as_autocast
 from mla_attention.configs import MLAConfig
 from mla_attention.fusions import reference
-from mla_attention.layers.torch_layers import Linear
+from mla_attention.fusions.once_differentiable import once_differentiable
+from mla_attention.layers.torch_layers import Linear, obstacle_to_bypassing
 from mla_attention.token_layout import TokenLayout
 from mla_attention.up_projection_gemm import up_project_gradients, up_project_into
 
@@ -66,9 +66,7 @@ class KeyValueAssembly:
 
     def up_project(self, kv_latent: Tensor, k_pe: Tensor, weight: Tensor, tokens: TokenLayout) -> tuple[Tensor, Tensor]:
         """Key and value, as `__call__`, of the heads whose rows `weight` `[n*(Dn+Dv), Rkv]` holds, by "gemm"."""
-        if is_autocast(kv_latent.device):
-            dtype = torch.get_autocast_dtype(kv_latent.device.type)
-            kv_latent, k_pe, weight = kv_latent.to(dtype), k_pe.to(dtype), weight.to(dtype)
+        kv_latent, k_pe, weight = as_autocast(kv_latent, k_pe, weight)
         return _UpProjectInPlace.apply(kv_latent, k_pe.unsqueeze(-2), weight, self, tokens)
 
     def _way(self, kv_latent: Tensor, up_proj: Linear) -> str:
@@ -90,11 +88,8 @@ class KeyValueAssembly:
             raise ValueError(f"kv_assembly: given 'gemm', but {obstacle}; allowed are 'auto' and 'split'")
 
     def _obstacle(self, up_proj: Linear) -> str | None:
-        if type(up_proj) is not Linear:
-            return f"linear_kv_up_proj is a {type(up_proj).__name__}"
-        if up_proj._forward_hooks or up_proj._forward_pre_hooks:
-            return "linear_kv_up_proj has forward hooks"
-        return None
+        obstacle = obstacle_to_bypassing(up_proj)
+        return None if obstacle is None else f"linear_kv_up_proj {obstacle}"
 
     def _split(self, kv_latent: Tensor, k_pe: Tensor, up_proj: Linear, tokens: TokenLayout) -> tuple[Tensor, Tensor]:
         kv = up_proj(kv_latent)

@@ -9,13 +9,17 @@ backward wants it contiguous), and keep the concatenation beside the contexts th
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from mla_attention.argument_checks import is_autocast
-from mla_attention.layers.torch_layers import Linear
+from mla_attention.argument_checks import as_autocast
+from mla_attention.fusions.once_differentiable import once_differentiable
+
+if TYPE_CHECKING:
+    from mla_attention.layers.torch_layers import Linear
 
 
 def project_contexts(linear_proj: Linear, contexts: tuple[Tensor, ...]) -> Tensor:
@@ -28,11 +32,7 @@ def project_contexts(linear_proj: Linear, contexts: tuple[Tensor, ...]) -> Tenso
     flat = [context.flatten(-2) for context in contexts]
     if len(flat) == 1:
         return linear_proj(flat[0])
-    weight = linear_proj.local_weight()
-    if is_autocast(weight.device):
-        dtype = torch.get_autocast_dtype(weight.device.type)
-        weight, *flat = (t.to(dtype) for t in (weight, *flat))
-    return _ProjectGroups.apply(weight, *flat)
+    return _ProjectGroups.apply(*as_autocast(linear_proj.local_weight(), *flat))
 
 
 class _ProjectGroups(torch.autograd.Function):

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from mla_attention.argument_checks import is_autocast
+from mla_attention.fusions.once_differentiable import once_differentiable
 
 
 def with_recomputed_operands(

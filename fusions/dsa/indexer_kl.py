@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup, all_reduce
 
 from ..host_checks import check_kernel_device
+from ..once_differentiable import once_differentiable
 from . import attention_checks as checks
 from .indexer_kl_dense import dense_head_sums, dense_indexer_gradient, dense_lse
 from .indexer_kl_sparse import head_sums_on_slots, indexer_gradient_on_slots, scores_on_slots

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..host_checks import check_kernel_device
+from ..once_differentiable import once_differentiable
 from . import attention_checks as checks
 from .operator import operator
 from .sparse_mla_backward import backward_blocks, launch_backward

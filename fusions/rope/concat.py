@@ -19,6 +19,7 @@ from ..host_checks import (
     check_same_rows,
     check_widths,
 )
+from ..once_differentiable import once_differentiable
 from .registry import is_interpreted, register, unit_stride
 from .rows import launch_rope_rows, rope_rows_kernel
 
@@ -120,7 +121,7 @@ class _RopeConcat(torch.autograd.Function):
         return concat(nope, rope, cos, sin, cu_seqlens, position_ids, *numbers)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dnope, drope = concat_backward(grad, *ctx.saved_tensors, *ctx.numbers)
         return dnope, drope, *(None,) * (4 + len(ctx.numbers))

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..once_differentiable import once_differentiable
+
 
 def _holders(grad: Any) -> tuple[int, ...]:
     """Reference counts of everything that can reach the memory of the tensor `grad` (`_use_count` has no type yet)."""
@@ -37,7 +39,7 @@ class _Probe(torch.autograd.Function):
         return t.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.found.append(_measure(grad))
         return grad, None

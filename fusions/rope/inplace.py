@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..once_differentiable import once_differentiable
 from .gradient_privacy import gradient_is_private
 from .raw import check_query, rope_inplace, rope_new
 
@@ -57,7 +58,7 @@ class _RopeInPlace(torch.autograd.Function):
         return t
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         nothing = (None,) * (6 + len(ctx.numbers))
         if not torch.compiler.is_compiling() and gradient_is_private(grad):
@@ -86,7 +87,7 @@ class _RopeOutOfPlace(torch.autograd.Function):
         return rope_new(t, cos, sin, cu_seqlens, position_ids, *numbers, False)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return _write_gradient(ctx, grad), *(None,) * (4 + len(ctx.numbers))
 

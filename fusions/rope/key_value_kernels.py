@@ -113,7 +113,7 @@ def _sum_of_heads(
             m_head = m_half
             if HEADS % (LANES * AT_ONCE) != 0:
                 m_head = m_half & (o_head < HEADS)[:, None]
-            p_head = p_first + (o_head.to(tl.int64) * head_stride)[:, None]
+            p_head = p_first + (o_head * head_stride)[:, None]  # o_lane is 64-bit
             first += tl.load(p_head, mask=m_head, other=0.0).to(tl.float32)
             second += tl.load(p_head + TO_SECOND, mask=m_head, other=0.0).to(tl.float32)
     SHAPE: tl.constexpr = (p_lane.shape[0] // LANES, LANES, PADDED // 2)

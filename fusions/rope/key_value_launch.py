@@ -24,8 +24,9 @@ def key_value_blocks(emb_dim: int, k_dim: int, v_dim: int, heads: int, copy: boo
 def sum_blocks(emb_dim: int, heads: int) -> tuple[int, int, int]:
     """Of a program that sums over heads: tokens, lanes of a token, and heads that a lane loads at once.
 
-    A thread of 4 warps has 8 channels of each half of one lane. With many heads two tokens are enough for a program,
-    and their heads are shared out among lanes; with few heads there are more tokens, whose lanes then add up less.
+    For emb_dim 64 a thread of 4 warps has 8 channels of each half of one lane, or 4. With many heads two tokens are
+    enough for a program, and their heads are shared out among lanes; with few heads there are more tokens, whose lanes
+    then add up less.
     """
     rows = max(1, min(128, 2048 // padded(emb_dim)))
     tokens = min(rows, max(2, 128 // padded(heads)))

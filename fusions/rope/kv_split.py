@@ -17,6 +17,7 @@ from ..host_checks import (
     check_same_rows,
     check_widths,
 )
+from ..once_differentiable import once_differentiable
 from .key_value_kernels import key_value_kernel
 from .key_value_launch import launch_key_value
 from .registry import is_interpreted, register, unit_stride
@@ -84,7 +85,7 @@ class _RopeKvSplit(torch.autograd.Function):
         return kv_split(kv, k_pos_emb, cos, sin, cu_seqlens, position_ids, *numbers)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_differentiable
     def backward(ctx: Any, dkey: Tensor, dvalue: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin, cu_seqlens, position_ids = ctx.saved_tensors
         dkv, dpos = kv_split_backward(dkey, dvalue, cos, sin, cu_seqlens, position_ids, *ctx.numbers)

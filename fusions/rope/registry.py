@@ -56,7 +56,9 @@ def blocks(count: int, size: int) -> int:
 
 def unit_stride(t: Tensor) -> Tensor:
     """`t`, or a contiguous copy where its last dimension is not contiguous (an expanded gradient)."""
-    return t if t.stride(-1) == 1 or t.shape[-1] <= 1 else t.contiguous()
+    if t.stride(-1) == 1 or t.shape[-1] <= 1:
+        return t
+    return t.contiguous() if t.numel() else t.new_empty(t.shape)  # contiguous() leaves an empty tensor as it is
 
 
 def token_strides(t: Tensor) -> tuple[int, int, int]:

@@ -24,10 +24,10 @@ from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from mla_attention.core_attention.interface import no_attention
+from mla_attention.fusions.once_differentiable import once_differentiable
 from mla_attention.token_layout import TokenLayout
 
 _MERGE_HEADS = 8  # heads merged at once in fp32

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from mla_attention.communication import ONE_RANK, Communication
 from mla_attention.configs import MLAConfig
+from mla_attention.fusions.once_differentiable import once_differentiable
 from mla_attention.token_layout import TokenLayout
 
 

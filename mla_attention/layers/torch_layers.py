@@ -109,6 +109,23 @@ class Linear(LocalParameters):
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
 
+def obstacle_to_bypassing(linear: nn.Module) -> str | None:
+    """What somebody would miss if a weight were used without a call of its layer; None where nothing."""
+    return watcher(linear) if type(linear) is Linear else f"is a {type(linear).__name__}"
+
+
+def watcher(module: nn.Module) -> str | None:
+    """Who else takes part in a call of a module: None where nobody does."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    if any(hooks):
+        return "has hooks"
+    if torch.compiler.is_compiling():
+        return None
+    if torch.nn.modules.module._has_any_global_hook():
+        return "is watched by hooks of all modules"
+    return "has a forward of its own" if "forward" in vars(module) else None
+
+
 class RMSNorm(LocalParameters):
     """y = x / sqrt(mean(x^2) + eps) * weight, in fp32 at least, rounded to x's dtype."""
 

@@ -18,9 +18,9 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from mla_attention.fusions.once_differentiable import once_differentiable
 from mla_attention.zigzag import KeyOrder
 
 

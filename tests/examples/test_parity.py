@@ -117,6 +117,12 @@ def test_comparison_has_two_conditions(parity):
     assert not near.passed, "further from fp64 than unfused is"
 
 
+def test_a_tensor_that_is_zero_in_fp64_is_held_to_be_small(parity):
+    zero = torch.zeros(64, dtype=torch.float64)
+    assert parity.compare("x", torch.full((64,), 1e-7), torch.zeros(64), zero).passed
+    assert not parity.compare("x", torch.full((64,), 1e-3), torch.zeros(64), zero).passed
+
+
 @pytest.mark.parametrize("tokens", [8, 32, 512])
 def test_packed_lengths(parity, tokens):
     lengths = parity.packed_lengths(tokens)

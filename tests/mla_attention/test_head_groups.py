@@ -1,11 +1,29 @@
 """Heads in groups: the same results and gradients, and when a layer attends so."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from mla_attention import MLASelfAttention, PackedSeqParams, head_groups
 from mla_attention.configs import tiny
-from mla_attention.output_projection import project_contexts
+from mla_attention.layers.torch_layers import obstacle_to_bypassing
+from mla_attention.output_projection import _ProjectGroups, project_contexts
+
+
+class OnGPU:
+    """A latent in bf16 as it would lie on a GPU."""
+
+    is_cuda = True
+
+    def __init__(self, shape):
+        self.shape = torch.Size(shape)
+
+    def element_size(self):
+        return 2
+
+
+ON_GPU = OnGPU([2**20, 1, 48])
 
 
 def build(**fields):
@@ -37,24 +55,58 @@ def test_two_groups_equal_one(monkeypatch, fields, packing):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-11)
 
 
-def test_only_large_training_steps_on_a_gpu_are_grouped(monkeypatch):
+def test_only_large_training_steps_on_a_gpu_are_grouped():
     layer = build()
     latent = torch.randn(4, 1, layer.config.q_lora_rank)
     assert head_groups.head_groups(layer, latent) == 1  # a CPU
-    on_gpu = type("OnGPU", (), {"is_cuda": True, "shape": torch.Size([2**20, 1, 48]), "element_size": lambda self: 2})()
-    assert head_groups.head_groups(layer, on_gpu) == 2
+    assert head_groups.head_groups(layer, ON_GPU) == 2
     with torch.no_grad():
-        assert head_groups.head_groups(layer, on_gpu) == 1
-    handle = layer.linear_q_up_proj.register_forward_hook(lambda *_: None)
-    assert head_groups.head_groups(layer, on_gpu) == 1
-    handle.remove()
-    handle = layer.linear_proj.register_forward_pre_hook(lambda *_: None)
-    assert head_groups.head_groups(layer, on_gpu) == 1
-    handle.remove()
+        assert head_groups.head_groups(layer, ON_GPU) == 1
     for fields in ({"num_attention_heads": 5}, {"kv_assembly": "split"}, {"recompute_up_proj": True}):
-        assert head_groups.head_groups(build(**fields), on_gpu) == 1
-    on_gpu.shape = torch.Size([16, 1, 48])
-    assert head_groups.head_groups(layer, on_gpu) == 1
+        assert head_groups.head_groups(build(**fields), ON_GPU) == 1
+    assert head_groups.head_groups(layer, OnGPU([16, 1, 48])) == 1
+
+
+def test_whoever_watches_core_attention_sees_all_heads_at_once():
+    layer = build()
+    handle = layer.core_attention.register_forward_hook(lambda *_: None)
+    assert head_groups.head_groups(layer, ON_GPU) == 1
+    handle.remove()
+
+
+BYPASSED = ("linear_q_up_proj", "linear_kv_up_proj", "linear_proj")
+WATCHES = (
+    *("register_forward_hook", "register_forward_pre_hook"),
+    *("register_full_backward_hook", "register_full_backward_pre_hook"),
+)
+
+
+@pytest.mark.parametrize("watch", WATCHES)
+@pytest.mark.parametrize("name", BYPASSED)
+def test_a_layer_that_somebody_watches_is_called(name, watch):
+    layer = build()
+    linear = getattr(layer, name)
+    assert obstacle_to_bypassing(linear) is None
+    handle = getattr(linear, watch)(lambda *_: None)
+    assert obstacle_to_bypassing(linear) == "has hooks"
+    assert head_groups.head_groups(layer, ON_GPU) == 1
+    handle.remove()
+    assert head_groups.head_groups(layer, ON_GPU) == 2
+
+
+def test_other_ways_to_take_part_in_a_call_are_seen():
+    layer = build()
+    linear = layer.linear_proj
+    handle = torch.nn.modules.module.register_module_full_backward_hook(lambda *_: None)
+    assert "hooks of all modules" in obstacle_to_bypassing(linear)
+    handle.remove()
+    linear.forward = lambda x: x
+    assert obstacle_to_bypassing(linear) == "has a forward of its own"
+    del linear.forward
+    assert obstacle_to_bypassing(torch.nn.Linear(2, 2)) == "is a Linear"
+    torch.nn.utils.parametrizations.weight_norm(linear)
+    assert obstacle_to_bypassing(linear) == "is a ParametrizedLinear"
+    assert head_groups.head_groups(layer, ON_GPU) == 1
 
 
 def test_the_output_projection_of_groups_makes_contiguous_gradients_and_keeps_no_concatenation():
@@ -78,10 +130,25 @@ def test_the_output_projection_of_groups_makes_contiguous_gradients_and_keeps_no
     assert torch.equal(only, found[0])
 
 
+@pytest.mark.parametrize("wanted", [(True, True, True), (False, True, True), (True, False, True), (True, True, False)])
+def test_only_wanted_gradients_are_computed(monkeypatch, wanted):
+    weight, *contexts = (
+        torch.randn(*shape, requires_grad=w) for shape, w in zip([(5, 6), (4, 3), (4, 3)], wanted, strict=True)
+    )
+    products = []
+    context = SimpleNamespace(saved_tensors=(weight, *contexts), needs_input_grad=wanted)
+    monkeypatch.setattr(torch, "mm", lambda *_, out: products.append(out))
+    with torch.no_grad():
+        found = _ProjectGroups.backward(context, torch.ones(4, 5))
+    assert [g is not None for g in found] == list(wanted)
+    assert len(products) == 2 * wanted[0]
+
+
 @pytest.mark.parametrize("autocast", [False, True])
-def test_a_frozen_output_projection_and_autocast(monkeypatch, autocast):
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_frozen_output_projection_and_autocast(monkeypatch, frozen, autocast):
     layer = build().float()
-    layer.linear_proj.weight.requires_grad_(False)
+    layer.linear_proj.weight.requires_grad_(not frozen)
     hidden = torch.randn(7, 2, layer.config.hidden_size, requires_grad=True)
 
     def run() -> list[torch.Tensor]:

@@ -83,6 +83,25 @@ def test_key_value_touches_its_own_heads_only(heads, block_heads, block_tokens, 
         assert torch.equal(second, expected[1])
 
 
+@pytest.mark.parametrize(
+    ("heads", "k_dim", "emb", "v_dim", "tokens"),
+    [(8, 128, 64, 128, 20), (12, 20, 8, 30, 70), (1, 6, 64, 10, 75), (3, 5, 4, 6, 300), (66, 3, 4, 5, 9)],
+)
+def test_backward_over_several_groups_of_tokens(heads, k_dim, emb, v_dim, tokens):
+    """As launched by default: programs that sum and programs that copy take different numbers of tokens."""
+    cos, sin = tables(tokens, emb)
+    kv, pos = random(tokens, 1, heads, k_dim + v_dim, grad=True), random(tokens, 1, 1, emb, grad=True)
+    found = []
+    for ops in (fused, reference):
+        outs = ops.fused_mla_rope_kv_split(kv, pos, cos, sin, emb, k_dim, v_dim)
+        grads = [random(*o.shape, seed=5) for o in outs]
+        found.append((*torch.autograd.grad(outs, (kv, pos), grads), ops.shared_key_gradient(grads[0], cos, sin)))
+    (dkv, dpos, alone), (dkv_twin, dpos_twin, _) = found
+    assert torch.equal(dkv, dkv_twin)
+    assert torch.equal(alone, dpos)
+    torch.testing.assert_close(dpos, dpos_twin, rtol=0, atol=2.0**-20 * heads * 8)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("nope", "emb", "v_dim"), WIDTHS)
 def test_every_width_in_every_function(nope, emb, v_dim, dtype):

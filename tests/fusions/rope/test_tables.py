@@ -1,6 +1,7 @@
 """Tables with equal halves: read by half where that is known, and only there."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -100,9 +101,21 @@ def test_a_table_changed_in_place_is_read_whole():
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("other", [lambda t: t[1:], Tensor.clone, Tensor.bfloat16, Tensor.detach])
-def test_another_tensor_does_not_inherit_the_mark(other):
-    assert not has_equal_halves(other(mark_equal_halves(repeating()[0])))
+def pickled(t: Tensor) -> Tensor:
+    return pickle.loads(pickle.dumps(t))
+
+
+@pytest.mark.parametrize(
+    "other", [lambda t: t[1:], Tensor.clone, Tensor.bfloat16, Tensor.detach, copy.copy, copy.deepcopy, pickled]
+)
+@pytest.mark.parametrize("changes", [0, 1])
+def test_another_tensor_does_not_inherit_the_mark(other, changes):
+    """Whatever version a copy starts with: copies of Python attributes bring the mark along."""
+    table = repeating()[0]
+    for _ in range(changes):
+        table.mul_(1)
+    assert has_equal_halves(mark_equal_halves(table))
+    assert not has_equal_halves(other(table))
 
 
 def test_tensors_of_inference_mode_are_never_marked():
@@ -126,4 +139,3 @@ def test_a_shared_table_that_somebody_changed_is_no_longer_marked():
     cos, _ = rotary.cos_sin(8, device=DEVICE)
     cos[..., : EMB // 2] = 0
     assert not has_equal_halves(*rotary.cos_sin(8, device=DEVICE))
-    assert not has_equal_halves(copy.deepcopy(cos))
