@@ -49,7 +49,7 @@ def head_groups(layer: MLASelfAttention, q_latent: Tensor) -> int:
         or layer.num_heads % _GROUPS
         or query_bytes < _LARGE_QUERY
         or any(obstacle_to_bypassing(linear) for linear in bypassed)
-        or watcher(layer.core_attention)  # who would see it called twice
+        or any(watcher(module) for module in layer.core_attention.modules())  # who would see it called twice
     ):
         return 1
     return _GROUPS

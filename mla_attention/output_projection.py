@@ -47,7 +47,8 @@ class _ProjectGroups(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         weight, *contexts = ctx.saved_tensors
-        columns = weight.split([context.shape[-1] for context in contexts], dim=1)
+        widths = [context.shape[-1] for context in contexts]
+        columns = weight.split(widths, dim=1)
         gradients: list[Tensor | None] = [
             grad @ part if needed else None for part, needed in zip(columns, ctx.needs_input_grad[1:], strict=True)
         ]
@@ -55,6 +56,6 @@ class _ProjectGroups(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dweight = torch.empty_like(weight)
             rows = grad.flatten(0, -2).mT
-            for part, context in zip(dweight.split([c.shape[-1] for c in contexts], dim=1), contexts, strict=True):
+            for part, context in zip(dweight.split(widths, dim=1), contexts, strict=True):
                 torch.mm(rows, context.flatten(0, -2), out=part)
         return dweight, *gradients

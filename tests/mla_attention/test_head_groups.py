@@ -69,9 +69,11 @@ def test_only_large_training_steps_on_a_gpu_are_grouped():
 
 def test_whoever_watches_core_attention_sees_all_heads_at_once():
     layer = build()
-    handle = layer.core_attention.register_forward_hook(lambda *_: None)
-    assert head_groups.head_groups(layer, ON_GPU) == 1
-    handle.remove()
+    for module in (layer.core_attention, layer.core_attention.choices["sdpa"]):
+        handle = module.register_forward_hook(lambda *_: None)
+        assert head_groups.head_groups(layer, ON_GPU) == 1
+        handle.remove()
+    assert head_groups.head_groups(layer, ON_GPU) == 2
 
 
 BYPASSED = ("linear_q_up_proj", "linear_kv_up_proj", "linear_proj")
